@@ -1,0 +1,230 @@
+"""Every setting of every process, in frozen dataclasses: the deployment file, flags and environment share the fields.
+
+`resolve` merges defaults < file < environment (SPLITSERVE_<SECTION>_<FIELD>) < flags once, checks names, types and
+ranges, and remembers where each value came from, so that `explain` can say why. This is the only module that reads
+environment variables of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from splitserve.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _f(default: Any, doc: str, *, low: float | None = None, high: float | None = None, one_of: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "one_of": one_of})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: a model on `tp` ranks, its memory and its step."""
+
+    model: str = _f("", "checkpoint directory, .gguf file, or a name that `splitserve fetch` knows (demo: smollm2-135m)")
+    served_name: str = _f("", "name in /v1/models; default: from the path")
+    role: str = _f("unified", "prefill, decode or unified", one_of=("prefill", "decode", "unified"))
+    tp: int = _f(1, "tensor parallel ranks", low=1)
+    device: str = _f("cpu", "cpu or cuda", one_of=("cpu", "cuda"))
+    dtype: str = _f("auto", "weights and state: auto, f32, bf16 or f16", one_of=("auto", "f32", "bf16", "f16"))
+    max_len: int = _f(0, "longest prompt + output; 0: what the model and the memory allow", low=0)
+    max_seqs: int = _f(64, "most requests running at once", low=1)
+    step_tokens: int = _f(256, "most tokens a step computes (chunk budget)", low=1)
+    page_tokens: int = _f(64, "tokens in a page", low=1)
+    memory_mb: int = _f(0, "state memory of one rank; 0: a share of what is free", low=0)
+    num_pages: int = _f(0, "pages of one rank; 0: from memory_mb", low=0)
+    prefix_cache: bool = _f(True, "reuse the state of equal prompt beginnings")
+    recompute_share: float = _f(0.25, "most of a step's tokens that may make up for failed transfers", low=0, high=1)
+    threads: int = _f(0, "compute threads of a rank; 0: one for each of its cpus", low=0)
+    cpus: tuple[int, ...] = _f((), "cpus of the ranks; empty: those this process may use")
+    allow_faults: bool = _f(False, "let `verify --plant` damage transfers on purpose")
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How state moves between engines."""
+
+    transport: str = _f("nixl", "nixl, or local (shared memory, one host)", one_of=("nixl", "local"))
+    backend: str = _f("UCX", "NIXL backend plugin")
+    ucx: tuple[str, ...] = _f((), "UCX settings as NAME=VALUE, for example TLS=tcp,self")
+    progress_thread: bool = _f(False, "let NIXL poll on a thread of its own; needs a core set aside")
+    bootstrap_port: int = _f(0, "rendezvous port of a prefill engine; 0: any free one")
+    allow_hosts: tuple[str, ...] = _f(("127.0.0.1", "localhost", "::1"), "rendezvous hosts a request may name")
+    hold_lease_s: float = _f(30.0, "how long prefill holds computed state for an offer", low=0.01)
+    deadline_s: float = _f(60.0, "most time from a request's arrival to its admission at decode", low=0.01)
+    silence_s: float = _f(5.0, "a peer silent this long with our rows at stake is fenced", low=0.01)
+    digest_rate: float = _f(0.05, "share of handoffs whose digests are compared in service", low=0, high=1)
+    digest_warmup: int = _f(8, "first handoffs of each peer that are always compared", low=0)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP front of an engine."""
+
+    host: str = _f("127.0.0.1", "address to bind; anything but loopback must be asked for")
+    port: int = _f(0, "port; 0: any free one", low=0, high=65535)
+    api_key_file: str = _f("", "file with one API key a line; empty: no key needed")
+    max_body_mb: float = _f(8.0, "largest request body", low=0.001)
+    max_requests: int = _f(1024, "most requests at once", low=1)
+    request_deadline_s: float = _f(600.0, "most time for one request", low=0.1)
+    log_level: str = _f("info", "debug, info, warning or error", one_of=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The door: one address in front of prefill and decode engines."""
+
+    host: str = _f("127.0.0.1", "address to bind")
+    port: int = _f(8000, "port; 0: any free one", low=0, high=65535)
+    policy: str = _f(
+        "round_robin",
+        "how to choose",
+        one_of=("round_robin", "random", "least_loaded", "power_of_two", "cache_aware"),
+    )
+    api_key_file: str = _f("", "file with one API key a line; empty: no key needed")
+    max_body_mb: float = _f(8.0, "largest request body", low=0.001)
+    max_requests: int = _f(1024, "most requests at once", low=1)
+    request_deadline_s: float = _f(600.0, "most time for one request, over all stages", low=0.1)
+    head_timeout_s: float = _f(10.0, "most time for a request's head and body to arrive", low=0.1)
+    idle_timeout_s: float = _f(75.0, "a kept-alive connection may idle this long", low=0.1)
+    health_interval_s: float = _f(1.0, "time between health checks", low=0.05)
+    retries: int = _f(2, "more tries of a request before its first body byte", low=0)
+    log_level: str = _f("info", "debug, info, warning or error", one_of=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One resolved value and the place that set it."""
+
+    name: str
+    value: Any
+    source: str  # "default", "file deploy/demo.toml", "environment SPLITSERVE_ENGINE_TP", "flag --tp"
+
+
+def resolve(
+    cls: type[T],
+    section: str,
+    *layers: tuple[str, Mapping[str, Any]],
+    environ: Mapping[str, str] | None = None,
+) -> tuple[T, list[Setting]]:
+    """Merge `layers` ((source, values), weakest first) over the defaults of `cls`; flags come last, environment before them.
+
+    Returns the config and every setting with its source. Raises ConfigError that names a misspelt key (with the
+    likely right one), a wrong type or a value out of range.
+    """
+    names = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    env = _environment_layer(section, names, os.environ if environ is None else environ)
+    flags = [layer for layer in layers if layer[0].startswith("flag")]
+    others = [layer for layer in layers if not layer[0].startswith("flag")]
+    values: dict[str, Any] = {}
+    source = dict.fromkeys(names, "default")
+    for where, given in [*others, *env, *flags]:
+        for key, raw in given.items():
+            if key not in names:
+                raise _unknown_key(key, section, where, names)
+            values[key] = _coerce(raw, hints[key], f"[{section}] {key}", where)
+            _check_range(values[key], names[key], f"[{section}] {key}", where)
+            source[key] = f"{where} {env_name(section, key)}" if where == "environment" else where
+    config = cls(**values)
+    return config, [Setting(f"{section}.{n}", getattr(config, n), source[n]) for n in names]
+
+
+def env_name(section: str, key: str) -> str:
+    return f"SPLITSERVE_{section}_{key}".upper().replace(".", "_")
+
+
+def explain(settings: list[Setting], *, only_set: bool = False) -> list[str]:
+    """One line a setting: name, value and where it came from."""
+    chosen = [s for s in settings if not only_set or s.source != "default"]
+    width = max((len(s.name) for s in chosen), default=0)
+    return [f"{s.name:<{width}}  {s.value!r:<24}  {s.source}" for s in chosen]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain values of one config, for JSON."""
+    return dataclasses.asdict(config)
+
+
+def _environment_layer(
+    section: str, names: Mapping[str, Any], environ: Mapping[str, str]
+) -> list[tuple[str, dict[str, Any]]]:
+    found = {n: environ[env_name(section, n)] for n in names if env_name(section, n) in environ}
+    return [("environment", found)] if found else []
+
+
+def _unknown_key(key: str, section: str, where: str, names: Mapping[str, Any]) -> ConfigError:
+    near = difflib.get_close_matches(key, names, n=1)
+    return ConfigError(
+        f"{where}: [{section}] has no key {key!r}",
+        field=key,
+        fix=f"did you mean {near[0]!r}?" if near else f"keys are: {', '.join(sorted(names))}",
+    )
+
+
+def _coerce(raw: Any, hint: Any, name: str, where: str) -> Any:
+    """Turn a TOML value, a flag's string or an environment string into the field's type."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(hint) if a is not type(None)]
+        return None if raw is None else _coerce(raw, inner[0], name, where)
+    if origin is tuple:
+        items = raw.split(",") if isinstance(raw, str) else raw
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{where}: {name} must be a list, not {raw!r}", field=name)
+        kind = typing.get_args(hint)[0]
+        if kind is int:
+            items = [n for item in items for n in _expand_range(item)]
+        return tuple(_coerce(i, kind, name, where) for i in items if i != "")
+    if hint is bool:
+        return _bool(raw, name, where)
+    if hint is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if isinstance(raw, str) and hint in (int, float):
+        try:
+            return hint(raw)
+        except ValueError:
+            raise ConfigError(f"{where}: {name} must be {hint.__name__}, not {raw!r}", field=name) from None
+    if not isinstance(raw, hint) or isinstance(raw, bool):
+        raise ConfigError(f"{where}: {name} must be {hint.__name__}, not {raw!r}", field=name)
+    return raw
+
+
+def _expand_range(item: Any) -> list[Any]:
+    """'0-3' is 0, 1, 2, 3, as in cpusets."""
+    if isinstance(item, str) and "-" in item:
+        low, _, high = item.partition("-")
+        if low.isdigit() and high.isdigit():
+            return list(range(int(low), int(high) + 1))
+    return [item]
+
+
+def _bool(raw: Any, name: str, where: str) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(raw, str) and raw.lower() in known:
+        return known[raw.lower()]
+    raise ConfigError(f"{where}: {name} must be true or false, not {raw!r}", field=name)
+
+
+def _check_range(value: Any, f: dataclasses.Field[Any], name: str, where: str) -> None:
+    low, high, one_of = f.metadata.get("low"), f.metadata.get("high"), f.metadata.get("one_of")
+    if one_of and value not in one_of:
+        near = difflib.get_close_matches(str(value), one_of, n=1)
+        raise ConfigError(
+            f"{where}: {name} is {value!r}",
+            field=name,
+            fix=f"one of {', '.join(one_of)}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        )
+    if low is not None and value < low or high is not None and value > high:
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{where}: {name} is {value!r}, must be {bounds}", field=name)

@@ -1,0 +1,117 @@
+"""One exception tree for everything that can go wrong in a way a person can act on.
+
+    SplitserveError
+    ├── ConfigError            the deployment file, a flag or the environment is wrong      exit 2
+    │   ├── WeightsError       a model file is missing, truncated, misshapen or unknown     exit 2
+    │   ├── CapacityError      the memory given cannot hold what was asked                  exit 2
+    │   └── PortTaken          somebody else listens there                                  exit 2
+    ├── RequestError           the client's request is wrong                                HTTP 400
+    │   └── NotFound           unknown model, path or id                                    HTTP 404
+    ├── Unauthorized           an API key is set and was not given                          HTTP 401
+    ├── Overloaded             no room now; try later                                       HTTP 503 + Retry-After
+    ├── DeadlineExceeded       the request's one deadline passed                            HTTP 503
+    ├── TransferError          the state did not cross and could not be made up for         HTTP 503
+    ├── PeerLost               a process of the pair died under the request                 HTTP 502
+    ├── ProtocolError          two of our processes disagree; always a bug or a version mix HTTP 500
+    └── InvariantError         a `check()` failed: something owned was lost or shared       HTTP 500
+
+Every error has a stable `code` (clients may match on it), an HTTP `status`, and a message that holds the numbers.
+`field` names the request field at fault; `fix` says what to do. Statuses are those that sglang_router passes through
+unchanged: it turns others (409, 429, 504) into 500 and retries them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SplitserveError(Exception):
+    """Base of the tree; never raised itself."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, field: str | None = None, fix: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.fix = fix
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's error object: {"message", "type", "param", "code"} and our "fix" where there is one."""
+        body: dict[str, Any] = {
+            "message": self.message,
+            "type": _error_type(self.status),
+            "param": self.field,
+            "code": self.code,
+        }
+        if self.fix:
+            body["fix"] = self.fix
+        return body
+
+
+def _error_type(status: int) -> str:
+    return "invalid_request_error" if 400 <= status < 500 else "server_error"
+
+
+class ConfigError(SplitserveError):
+    code = "config_error"
+
+
+class WeightsError(ConfigError):
+    code = "weights_error"
+
+
+class CapacityError(ConfigError):
+    code = "capacity_error"
+
+
+class PortTaken(ConfigError):
+    code = "port_taken"
+
+
+class RequestError(SplitserveError):
+    code = "invalid_request"
+    status = 400
+
+
+class NotFound(RequestError):
+    code = "not_found"
+    status = 404
+
+
+class Unauthorized(SplitserveError):
+    code = "unauthorized"
+    status = 401
+
+
+class Overloaded(SplitserveError):
+    code = "overloaded"
+    status = 503
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(SplitserveError):
+    code = "deadline_exceeded"
+    status = 503
+
+
+class TransferError(SplitserveError):
+    code = "transfer_failed"
+    status = 503
+
+
+class PeerLost(SplitserveError):
+    code = "peer_lost"
+    status = 502
+
+
+class ProtocolError(SplitserveError):
+    code = "protocol_error"
+
+
+class InvariantError(SplitserveError):
+    code = "invariant_error"

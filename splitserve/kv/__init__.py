@@ -1,0 +1,1 @@
+"""State of requests: allocated (pages, pool), shared by prefix (tree), handed out (cache). Described in splitserve.spec."""

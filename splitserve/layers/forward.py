@@ -1,0 +1,55 @@
+"""All that a layer may read during one forward pass. Passed down by hand; there is no global context.
+
+Sequences come in step order with one-token sequences (decoding) first, so that attention can treat them as one batch.
+Token rows of sequence i are [q_start[i], q_start[i + 1]); its state covers kv_len[i] tokens after this pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Group(Protocol):
+    """A tensor parallel group, seen from one rank. A group of one does nothing."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+
+class States(Protocol):
+    """Typed views of this rank's slabs (kv/pool.py)."""
+
+    def view(self, name: str, layer: int) -> torch.Tensor:
+        """[units, local_pieces, rows_per_unit, row_elements], strided; units are pages or slots by the spec's growth."""
+        ...
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Forward:
+    tokens: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64, absolute
+    logit_rows: torch.Tensor  # [num_logits] int64: which token rows need logits
+    q_start: torch.Tensor  # [num_seqs + 1] int64, on the host too:
+    q_lens: tuple[int, ...]  # tokens of each sequence in this pass
+    kv_lens: tuple[int, ...]  # tokens in the state after this pass
+    num_decode: int  # the first num_decode sequences have one token each
+    pages: torch.Tensor  # [num_seqs, max_pages] int64: page unit ids, rows padded with 0
+    slots: torch.Tensor  # [num_seqs] int64: slot unit ids, or empty
+    write_page: torch.Tensor  # [num_tokens] int64: page unit that takes the token's row
+    write_row: torch.Tensor  # [num_tokens] int64: token's index inside that page
+    page_tokens: int
+    states: States
+    tp: Group
+    between_layers: Callable[[], None] = _nothing  # transfers are polled here
