@@ -1,0 +1,58 @@
+"""What one step computes. Plain data, self-contained, so that every rank can run it from the message alone.
+
+A chunk is tokens [start, stop) of one request: there is no prefill or decode, only chunks.
+
+    tokens of the request   |---- in the state ----|==== this chunk ====|---- later ----|
+                            0                    start                stop
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.types import Rid, SamplingParams, TokenLogprobs
+
+PENDING = -1
+"""Stands for a token that an earlier, not yet applied step samples; each rank knows it by then."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    rid: Rid
+    start: int
+    stop: int
+    tokens: tuple[int, ...]  # of [start, stop)
+    pages: tuple[int, ...]  # page units of tokens [0, stop)
+    slot: int = -1
+    sample: bool = False  # the last token's logits choose the next token
+    sampling: SamplingParams | None = None  # when sample
+    history: tuple[int, ...] | None = None  # all known tokens, only where a penalty needs them
+    num_prompt: int = 0
+    prompt_logprobs: int | None = None  # of tokens [start + 1, stop], this many best ones
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    index: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(c.num_tokens for c in self.chunks)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What a step found for one request. `tokens` is empty unless the chunk sampled."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finite: bool = True  # False: the logits held NaN or infinity, so no token is to be trusted
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    index: int
+    sampled: dict[Rid, Sampled]
+    seconds: float = 0.0
