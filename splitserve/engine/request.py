@@ -5,8 +5,8 @@
                         ^ state is in the cache up to here
              num_planned: state that is there or that a launched step will put there
 
-`num_tokens` counts tokens that launched steps will sample although nobody knows them yet, so that step n + 1 can be
-planned before step n is applied.
+`num_tokens` counts tokens that launched steps will sample although nobody knows them yet, so that step n + 1
+can be planned before step n is applied.
 """
 
 from __future__ import annotations

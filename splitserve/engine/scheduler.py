@@ -6,8 +6,9 @@
                 └─▶ ARRIVING ─────┘ arrived
                         └── lost: rows quarantined until rows_free; WAITING again (recompute) or an error
 
-A step first gives one token to every request that decodes, then spends what is left of `step_tokens` on prompts. A prompt's
-pages are taken whole at admission, so that only decoding can run out of memory, and only unpinned rows are preempted.
+A step first gives one token to every request that decodes, then spends what is left of `step_tokens` on prompts. A
+prompt's pages are taken whole at admission, so that only decoding can run out of memory, and only rows that no step
+or handoff touches are preempted.
 
 It is not responsible for telling peers: the loop reads `ended` and `offers` and calls the transfer.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from splitserve.engine.limits import Counters, Limits
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.step import PENDING, Chunk, Sampled, Step, StepResult
 from splitserve.errors import (
@@ -30,34 +32,7 @@ from splitserve.kv.cache import Cache, Holding
 from splitserve.types import FinishReason, Rid, TokenEvent, TokenLogprobs
 
 MAX_OPEN_PROMPTS = 8
-"""Prompts computed at the same time: enough that short ones overtake a long one, few enough that some end soon."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one engine; see EngineConfig for their meaning."""
-
-    max_len: int
-    max_seqs: int = 64
-    step_tokens: int = 256
-    recompute_share: float = 0.25
-    max_waiting: int = 4096
-
-
-@dataclass
-class Counters:
-    """Sums since start; all appear in /metrics."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    recomputations: int = 0
-    recomputed_tokens: int = 0
-    aborted: int = 0
-    failed: int = 0
-    finished: int = 0
+"""Prompts computed at a time: enough that short ones overtake a long one, few enough that some end soon."""
 
 
 @dataclass
@@ -73,15 +48,13 @@ class Scheduler:
     offers: list[Request] = field(default_factory=list)  # newly ARRIVING since the last drain
     admitted: list[Request] = field(default_factory=list)  # prefill halves newly RUNNING since the last drain
     _steps: dict[int, Step] = field(default_factory=dict)  # launched and not applied
-    _orphans: dict[Rid, Holding] = field(
-        default_factory=dict
-    )  # rows of failed handoffs whose request goes on
+    _orphans: dict[Rid, Holding] = field(default_factory=dict)  # rows of failed handoffs
     _index: int = 0
 
     # ------------------------------------------------------------------ requests in
 
     def add(self, req: Request, now: float) -> None:
-        """Queue a request. One that can never run ends at once with its error; nothing is raised but for a reused rid."""
+        """Queue a request. One that can never run ends at once with its error; a reused rid raises RequestError."""
         if req.rid in self.requests:
             raise RequestError(f"request id {req.rid!r} is already in use", field="rid")
         req.arrived = now
@@ -107,7 +80,7 @@ class Scheduler:
         return None
 
     def abort(self, rid: Rid) -> None:
-        """The client left. Unknown and ended requests are ignored: abort may cross the last token on its way."""
+        """The client left. Unknown and ended requests are ignored: an abort may cross the last token."""
         req = self.requests.get(rid)
         if req and req.phase is not Phase.ENDED:
             self._end(req, finish=FinishReason.ABORT)
@@ -128,7 +101,7 @@ class Scheduler:
         num_cached: int = 0,
         prompt_logprobs: tuple[TokenLogprobs | None, ...] = (),
     ) -> None:
-        """All rows of the prompt are here, and its first token: from now on it decodes like any other request."""
+        """All rows of the prompt are here, and its first token: from now on it decodes like any other."""
         req = self.requests[rid]
         if req.phase is not Phase.ARRIVING:
             raise InvariantError(f"{rid} arrived in phase {req.phase.value}")
@@ -142,7 +115,7 @@ class Scheduler:
         self._take(req, first)
 
     def lost(self, rid: Rid, error: SplitserveError, *, retriable: bool) -> None:
-        """The handoff failed. Its rows stay quarantined until `rows_free`; the prompt is computed here if that is allowed."""
+        """The handoff failed: quarantine its rows until `rows_free`, and compute the prompt here if allowed."""
         req = self.requests[rid]
         if req.phase is Phase.ENDED:
             return
@@ -189,8 +162,8 @@ class Scheduler:
         self._expire(now)
         chunks: list[Chunk] = []
         budget = self._plan_decodes(chunks, self.limits.step_tokens)
-        self._admit(budget)
-        self._plan_prompts(chunks, budget)
+        fresh = self._admit(budget)
+        self._plan_prompts(chunks, budget, fresh)
         if not chunks:
             return None
         self._index += 1
@@ -209,9 +182,9 @@ class Scheduler:
             budget -= 1
         return budget
 
-    def _plan_prompts(self, chunks: list[Chunk], budget: int) -> None:
-        """Share the rest: the first prompt gets at least half, so that it ends, and no short one waits for all of a long one."""
-        prompts = sorted((r for r in self.running if r.num_left > 1), key=lambda r: r.order)
+    def _plan_prompts(self, chunks: list[Chunk], budget: int, fresh: list[Request]) -> None:
+        """Share the rest: at least half to the first, so that it ends; some to others, so that short ones pass."""
+        prompts = sorted((r for r in self.running if r.num_left > 1 or r in fresh), key=lambda r: r.order)
         makeup = max(1, int(self.limits.step_tokens * self.limits.recompute_share))
         for i, req in enumerate(prompts):
             if budget == 0:
@@ -225,8 +198,9 @@ class Scheduler:
                 chunks.append(self._chunk(req, size))
                 budget -= size
 
-    def _admit(self, budget: int) -> None:
-        """Give rows to those who wait, in order: a smaller request never overtakes one that memory keeps waiting."""
+    def _admit(self, budget: int) -> list[Request]:
+        """Give rows to those who wait, in order: nobody overtakes a request that waits for memory."""
+        fresh = []
         seats = self.limits.max_seqs - len(self.running) - self._num_arriving()
         prompts = sum(r.num_left > 1 for r in self.running)
         for req in list(self.waiting):
@@ -239,6 +213,9 @@ class Scheduler:
             seats -= 1
             prompts += computes
             self._place(req)
+            if computes:
+                fresh.append(req)
+        return fresh
 
     def _place(self, req: Request) -> None:
         """Decide where a request that has just got its rows goes on."""
@@ -253,7 +230,7 @@ class Scheduler:
             self.admitted.append(req)
 
     def _take_rows(self, req: Request) -> bool:
-        """Pages for all known tokens, or none. A page for each running request stays free, so that nobody is preempted at once."""
+        """Pages for all known tokens, or none; one for each running request stays free against preemption."""
         holding = self.cache.open(req.tokens if req.sampling.prompt_logprobs is None else ())
         needed = -(-len(req.tokens) // self.cache.page_tokens) - len(holding.pages)
         spare = self.cache.num_free + self.cache.num_evictable - needed
@@ -299,7 +276,7 @@ class Scheduler:
         return req.num_emitted + req.num_pending < req.max_emitted and req.num_tokens < self.limits.max_len
 
     def _grow(self, req: Request) -> bool:
-        """A page for the next token, taken from the last in line when there is no other. False: not in this step."""
+        """A page for the next token, if need be from the last in line. False: not in this step."""
         assert req.holding is not None
         while not self.cache.grow(req.holding, req.num_planned + 1):
             victim = max(
@@ -336,7 +313,7 @@ class Scheduler:
     # ------------------------------------------------------------------ apply
 
     def apply(self, result: StepResult) -> None:
-        """Take a step's result. Results may belong to requests that have ended since; those only let go of rows."""
+        """Take a step's result; of requests that have ended since, only let go of the rows."""
         step = self._steps.pop(result.index)
         for chunk in step.chunks:
             req = self.requests[chunk.rid]
@@ -355,7 +332,7 @@ class Scheduler:
         if not sampled.finite:
             self._end(
                 req,
-                error=InvariantError("the model gave logits that are not finite; no token can be trusted"),
+                error=InvariantError("the logits are not finite: no token can be trusted"),
             )
             return
         if chunk.prompt_logprobs is not None:
@@ -472,7 +449,7 @@ class Scheduler:
         return sum(r.phase is Phase.ARRIVING for r in self.requests.values())
 
     def check(self) -> None:
-        """Every request is in exactly the list of its phase, and every page has one owner (or the prefix tree)."""
+        """Every request is in the list of its phase, and every page has one owner (or the prefix tree)."""
         for name, phase in (("waiting", Phase.WAITING), ("running", Phase.RUNNING)):
             want = {r.rid for r in self.requests.values() if r.phase is phase}
             have = [r.rid for r in getattr(self, name)]
