@@ -6,9 +6,9 @@
                 └─▶ ARRIVING ─────┘ arrived
                         └── lost: rows quarantined until rows_free; WAITING again (recompute) or an error
 
-A step first gives one token to every request that decodes, then spends what is left of `step_tokens` on prompts. A
-prompt's pages are taken whole at admission, so that only decoding can run out of memory, and only rows that no step
-or handoff touches are preempted.
+A step first gives one token to every request that decodes, then spends what is left of `step_tokens` on
+prompts. A prompt's pages are taken whole at admission, so that only decoding can run out of memory, and only rows
+that no step or handoff touches are preempted.
 
 It is not responsible for telling peers: the loop reads `ended` and `offers` and calls the transfer.
 """
@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from splitserve.engine.chunks import cut, share
 from splitserve.engine.limits import Counters, Limits
 from splitserve.engine.request import Phase, Request
-from splitserve.engine.step import PENDING, Chunk, Sampled, Step, StepResult
+from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.errors import (
     DeadlineExceeded,
     InvariantError,
@@ -54,7 +55,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests in
 
     def add(self, req: Request, now: float) -> None:
-        """Queue a request. One that can never run ends at once with its error; a reused rid raises RequestError."""
+        """Queue a request. One that can never run ends at once; a reused rid raises RequestError."""
         if req.rid in self.requests:
             raise RequestError(f"request id {req.rid!r} is already in use", field="rid")
         req.arrived = now
@@ -115,7 +116,7 @@ class Scheduler:
         self._take(req, first)
 
     def lost(self, rid: Rid, error: SplitserveError, *, retriable: bool) -> None:
-        """The handoff failed: quarantine its rows until `rows_free`, and compute the prompt here if allowed."""
+        """The handoff failed: quarantine its rows until `rows_free`; compute the prompt here if allowed."""
         req = self.requests[rid]
         if req.phase is Phase.ENDED:
             return
@@ -183,20 +184,10 @@ class Scheduler:
         return budget
 
     def _plan_prompts(self, chunks: list[Chunk], budget: int, fresh: list[Request]) -> None:
-        """Share the rest: at least half to the first, so that it ends; some to others, so that short ones pass."""
         prompts = sorted((r for r in self.running if r.num_left > 1 or r in fresh), key=lambda r: r.order)
         makeup = max(1, int(self.limits.step_tokens * self.limits.recompute_share))
-        for i, req in enumerate(prompts):
-            if budget == 0:
-                break
-            behind = sum(r.num_left for r in prompts[i + 1 :])
-            size = min(req.num_left, max(-(-budget // 2), budget - behind))
-            if req.recomputing:
-                size = min(size, makeup)
-                makeup -= size
-            if size:
-                chunks.append(self._chunk(req, size))
-                budget -= size
+        for req, size in share(prompts, budget, makeup=makeup):
+            chunks.append(self._chunk(req, size))
 
     def _admit(self, budget: int) -> list[Request]:
         """Give rows to those who wait, in order: nobody overtakes a request that waits for memory."""
@@ -245,31 +236,7 @@ class Scheduler:
         return True
 
     def _chunk(self, req: Request, size: int) -> Chunk:
-        assert req.holding is not None
-        start = req.num_planned
-        stop = start + size
-        sample = stop == req.num_tokens
-        tokens = tuple(req.tokens[start:stop])
-        tokens += (PENDING,) * (size - len(tokens))
-        num_pages = -(-stop // self.cache.page_tokens)
-        pages = tuple(req.holding.pages[:num_pages])
-        req.num_planned = stop
-        req.num_pending += sample
-        req.num_steps += 1
-        wants_prompt = req.sampling.prompt_logprobs is not None and start < req.num_prompt
-        return Chunk(
-            rid=req.rid,
-            start=start,
-            stop=stop,
-            tokens=tokens,
-            pages=pages,
-            slot=-1 if req.holding.slot is None else req.holding.slot,
-            sample=sample,
-            sampling=req.sampling if sample or wants_prompt else None,
-            history=tuple(req.tokens) if sample and req.needs_history else None,
-            num_prompt=req.num_prompt,
-            prompt_logprobs=req.sampling.prompt_logprobs if wants_prompt else None,
-        )
+        return cut(req, size, page_tokens=self.cache.page_tokens)
 
     def _wants_token(self, req: Request) -> bool:
         """Tokens in flight may already be its last ones by count."""

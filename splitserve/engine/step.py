@@ -27,7 +27,10 @@ class Chunk(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None = None  # when sample
     history: tuple[int, ...] | None = None  # all known tokens, only where a penalty needs them
     num_prompt: int = 0
-    prompt_logprobs: int | None = None  # of tokens [start + 1, stop], this many best ones
+    prompt_logprobs: int | None = None  # of `prompt_next`, with this many best ones each
+    prompt_next: tuple[
+        int, ...
+    ] = ()  # prompt tokens [start + 1, stop + 1): row i of the logits predicts entry i
 
     @property
     def num_tokens(self) -> int:
