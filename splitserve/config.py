@@ -21,7 +21,14 @@ from splitserve.errors import ConfigError
 T = TypeVar("T")
 
 
-def _f(default: Any, doc: str, *, low: float | None = None, high: float | None = None, one_of: tuple[str, ...] = ()) -> Any:
+def _f(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    one_of: tuple[str, ...] = (),
+) -> Any:
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "one_of": one_of})
 
 
@@ -29,12 +36,16 @@ def _f(default: Any, doc: str, *, low: float | None = None, high: float | None =
 class EngineConfig:
     """One engine: a model on `tp` ranks, its memory and its step."""
 
-    model: str = _f("", "checkpoint directory, .gguf file, or a name that `splitserve fetch` knows (demo: smollm2-135m)")
+    model: str = _f(
+        "", "checkpoint directory, .gguf file, or a name that `splitserve fetch` knows (demo: smollm2-135m)"
+    )
     served_name: str = _f("", "name in /v1/models; default: from the path")
     role: str = _f("unified", "prefill, decode or unified", one_of=("prefill", "decode", "unified"))
     tp: int = _f(1, "tensor parallel ranks", low=1)
     device: str = _f("cpu", "cpu or cuda", one_of=("cpu", "cuda"))
-    dtype: str = _f("auto", "weights and state: auto, f32, bf16 or f16", one_of=("auto", "f32", "bf16", "f16"))
+    dtype: str = _f(
+        "auto", "weights and state: auto, f32, bf16 or f16", one_of=("auto", "f32", "bf16", "f16")
+    )
     max_len: int = _f(0, "longest prompt + output; 0: what the model and the memory allow", low=0)
     max_seqs: int = _f(64, "most requests running at once", low=1)
     step_tokens: int = _f(256, "most tokens a step computes (chunk budget)", low=1)
@@ -42,7 +53,9 @@ class EngineConfig:
     memory_mb: int = _f(0, "state memory of one rank; 0: a share of what is free", low=0)
     num_pages: int = _f(0, "pages of one rank; 0: from memory_mb", low=0)
     prefix_cache: bool = _f(True, "reuse the state of equal prompt beginnings")
-    recompute_share: float = _f(0.25, "most of a step's tokens that may make up for failed transfers", low=0, high=1)
+    recompute_share: float = _f(
+        0.25, "most of a step's tokens that may make up for failed transfers", low=0, high=1
+    )
     threads: int = _f(0, "compute threads of a rank; 0: one for each of its cpus", low=0)
     cpus: tuple[int, ...] = _f((), "cpus of the ranks; empty: those this process may use")
     allow_faults: bool = _f(False, "let `verify --plant` damage transfers on purpose")
@@ -57,7 +70,9 @@ class TransferConfig:
     ucx: tuple[str, ...] = _f((), "UCX settings as NAME=VALUE, for example TLS=tcp,self")
     progress_thread: bool = _f(False, "let NIXL poll on a thread of its own; needs a core set aside")
     bootstrap_port: int = _f(0, "rendezvous port of a prefill engine; 0: any free one")
-    allow_hosts: tuple[str, ...] = _f(("127.0.0.1", "localhost", "::1"), "rendezvous hosts a request may name")
+    allow_hosts: tuple[str, ...] = _f(
+        ("127.0.0.1", "localhost", "::1"), "rendezvous hosts a request may name"
+    )
     hold_lease_s: float = _f(30.0, "how long prefill holds computed state for an offer", low=0.01)
     deadline_s: float = _f(60.0, "most time from a request's arrival to its admission at decode", low=0.01)
     silence_s: float = _f(5.0, "a peer silent this long with our rows at stake is fenced", low=0.01)
@@ -98,6 +113,37 @@ class RouterConfig:
     health_interval_s: float = _f(1.0, "time between health checks", low=0.05)
     retries: int = _f(2, "more tries of a request before its first body byte", low=0)
     log_level: str = _f("info", "debug, info, warning or error", one_of=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class GroupConfig(EngineConfig):
+    """[prefill], [decode] or [unified] of a deployment file: the engine's settings and how many such engines."""
+
+    replicas: int = _f(1, "engines of this kind", low=1, high=64)
+
+    def engine(self) -> EngineConfig:
+        """The settings of one of these engines, without `replicas`."""
+        return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """[deployment]: what the supervisor does with the processes of one deployment file."""
+
+    name: str = _f("", "name for `down`, `status` and `logs`; default: the file's name")
+    engine: str = _f("splitserve", "what serves", one_of=("splitserve",))
+    model: str = _f("", "the model of every engine, unless [engine] or a role says otherwise")
+    restart: bool = _f(True, "start a process again when it dies after the deployment was ready")
+    max_restarts: int = _f(
+        5, "most restarts of one process in `restart_window_s`; then it is given up", low=0
+    )
+    restart_window_s: float = _f(120.0, "restarts older than this are forgotten", low=1)
+    ready_timeout_s: float = _f(300.0, "most time from start to the first token through every pair", low=0.1)
+    drain_s: float = _f(10.0, "most time a stop waits for running requests", low=0)
+    kill_after_s: float = _f(
+        5.0, "a process that ignores SIGTERM this long after draining is killed", low=0.1
+    )
+    log_mb: float = _f(16.0, "size at which a log file is cut; one older part is kept", low=0.001)
 
 
 @dataclass(frozen=True)

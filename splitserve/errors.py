@@ -6,7 +6,10 @@
     │   ├── CapacityError      the memory given cannot hold what was asked                  exit 2
     │   └── PortTaken          somebody else listens there                                  exit 2
     ├── RequestError           the client's request is wrong                                HTTP 400
-    │   └── NotFound           unknown model, path or id                                    HTTP 404
+    │   ├── NotFound           unknown model, path or id                                    HTTP 404
+    │   ├── BodyTooLarge       the body is over the limit                                   HTTP 413
+    │   ├── HeadTooLarge       request line and headers are over the limit                  HTTP 431
+    │   └── RequestTimeout     head or body did not arrive in time                          HTTP 400
     ├── Unauthorized           an API key is set and was not given                          HTTP 401
     ├── Overloaded             no room now; try later                                       HTTP 503 + Retry-After
     ├── DeadlineExceeded       the request's one deadline passed                            HTTP 503
@@ -78,6 +81,20 @@ class RequestError(SplitserveError):
 class NotFound(RequestError):
     code = "not_found"
     status = 404
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+    status = 413
+
+
+class HeadTooLarge(RequestError):
+    code = "head_too_large"
+    status = 431
+
+
+class RequestTimeout(RequestError):
+    code = "request_timeout"
 
 
 class Unauthorized(SplitserveError):

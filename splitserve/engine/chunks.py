@@ -11,9 +11,9 @@ from splitserve.engine.step import PENDING, Chunk
 def share(prompts: Sequence[Request], budget: int, *, makeup: int) -> Iterator[tuple[Request, int]]:
     """How many tokens each prompt, in order, gets of `budget`.
 
-    The first gets at least half of what is left, so that it ends; the others share the rest in the same way, so that a
-    short prompt passes a long one. What nobody behind needs goes to the first. All prompts that make up for failed
-    handoffs together get at most `makeup` tokens.
+    The first gets at least half of what is left, so that it ends; the others share the rest in the same way,
+    so that a short prompt passes a long one. What nobody behind needs goes to the first. All prompts that
+    make up for failed handoffs together get at most `makeup` tokens.
     """
     behind = sum(r.num_left for r in prompts)
     for req in prompts:

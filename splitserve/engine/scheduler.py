@@ -7,8 +7,8 @@
                         └── lost: rows quarantined until rows_free; WAITING again (recompute) or an error
 
 A step first gives one token to every request that decodes, then spends what is left of `step_tokens` on
-prompts. A prompt's pages are taken whole at admission, so that only decoding can run out of memory, and only rows
-that no step or handoff touches are preempted.
+prompts. A prompt's pages are taken whole at admission, so that only decoding can run out of memory, and only
+rows that no step or handoff touches are preempted.
 
 It is not responsible for telling peers: the loop reads `ended` and `offers` and calls the transfer.
 """
