@@ -4,23 +4,37 @@ A model declares `StateSpec`s; everything else (allocation, sizing, prefix reuse
 them. This module is arithmetic on frozen data: no tensor, no allocation.
 
 A *unit* is a page (the PAGED rows of all layers for `page_tokens` tokens) or a slot (all RING and SLOT rows of one
-request). Inside a page, pieces are outermost, so that what one TP rank owes another is one contiguous run:
+request). Specs with the same number of pieces form a group. Inside a group of a page, pieces are outermost, so that
+what one TP rank owes another is one contiguous run, and every piece looks alike, so that one stride leads from a
+spec's piece to its next:
 
-    page:  piece 0 [ layer 0: row 0 .. row R-1 | layer 1: ... ]  piece 1 [ ... ]  ...
-    slot:  for each (name): row 0 [ piece 0: layer 0, layer 1 ... | piece 1 ... ]  row 1 ...
+    page:  for each group: piece 0 [ layer 0: row 0 .. row R-1 | layer 1: ... ]  piece 1 [ ... ]  ...
+    slot:  for each group of one name: row 0 [ piece 0: layer 0, layer 1 ... | piece 1 ... ]  row 1 ...
+
+In a slot rows are outermost instead, so that the live rows of all layers are one run. A RING row's index is the
+token's position modulo `rows`, on every rank of both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from math import gcd
 
 import msgspec
 
-from splitserve.errors import ConfigError
+from splitserve.errors import CapacityError, ConfigError
 
 ALIGN = 64
-"""Every field starts at a multiple of this many bytes: a cache line, and enough for any vector load."""
+"""Units, and the pieces inside a page, start at multiples of this many bytes: a cache line, enough for any vector load.
+
+Fields inside a piece keep the alignment that their rows have anyway, gcd(row_bytes, ALIGN), and no more: padding
+between them would cut a handoff's one run into one per layer.
+"""
+
+ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+"""Bytes of one element of an encoding; packed encodings ("fp8_ds_mla") are rows of single bytes."""
 
 
 class Growth(StrEnum):
@@ -51,6 +65,22 @@ class StateSpec(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> Kind:
         return Kind.PAGE if self.growth is Growth.PAGED else Kind.SLOT
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES.get(self.encoding, 1)
+
+    def live_rows(self, start: int, stop: int, last: bool) -> range:
+        """The rows that a handoff of tokens [start, stop) moves, by their index in the request.
+
+        PAGED: rows whose last token lies in [start, stop); a row that is not complete yet belongs to a later chunk.
+        RING and SLOT rows change until the prompt ends, so they move once, with the chunk that ends it (`last`).
+        """
+        if self.growth is Growth.PAGED:
+            return range(start // self.tokens_per_row, stop // self.tokens_per_row)
+        if not last:
+            return range(0)
+        return range(min(stop, self.rows) if self.growth is Growth.RING else self.rows)
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -123,78 +153,134 @@ def owned_pieces(spec: StateSpec, rank: int, size: int) -> range:
 def lay_out(specs: Sequence[StateSpec], *, page_tokens: int, rank: int = 0, size: int = 1) -> Layout:
     """Place every local piece of every spec inside a page or a slot. Pure; both sides of a handoff can repeat it.
 
-    Raises ConfigError when `page_tokens` is not a multiple of a spec's `tokens_per_row`.
+    Raises ConfigError when `page_tokens` is not a multiple of a spec's `tokens_per_row`, when two specs share a name
+    and a layer, when a spec describes no bytes, and where `local_pieces` does.
     """
-    page_fields, page_bytes = _lay_out_page(specs, page_tokens, rank, size)
-    slot_fields, slot_bytes = _lay_out_slot(specs, rank, size)
+    _check_specs(specs, page_tokens)
+    page_fields, page_bytes = _lay_out_page(
+        [s for s in specs if s.kind is Kind.PAGE], page_tokens, rank, size
+    )
+    slot_fields, slot_bytes = _lay_out_slot([s for s in specs if s.kind is Kind.SLOT], rank, size)
     return Layout(page_tokens, tuple(page_fields), page_bytes, tuple(slot_fields), slot_bytes)
 
 
 def _lay_out_page(
     specs: Sequence[StateSpec], page_tokens: int, rank: int, size: int
 ) -> tuple[list[Field], int]:
-    paged = [s for s in specs if s.kind is Kind.PAGE]
-    for spec in paged:
-        if page_tokens % spec.tokens_per_row:
-            raise ConfigError(
-                f"page_tokens={page_tokens} is not a multiple of {spec.tokens_per_row} "
-                f"(tokens per row of {spec.name!r})",
-                field="page_tokens",
-            )
-    pieces = sorted({p for s in paged for p in owned_pieces(s, rank, size)})
     fields, offset = [], 0
-    for piece in pieces:
-        for spec in paged:
-            if piece not in owned_pieces(spec, rank, size):
-                continue
-            rows = page_tokens // spec.tokens_per_row
-            fields.append(Field(spec, piece, offset, spec.row_bytes, rows))
-            offset += _aligned(rows * spec.row_bytes)
+    for group in _groups(specs, lambda s: (s.pieces,)):
+        for piece in owned_pieces(group[0], rank, size):
+            for spec in group:
+                rows = page_tokens // spec.tokens_per_row
+                offset = _aligned(offset, gcd(spec.row_bytes, ALIGN))
+                fields.append(Field(spec, piece, offset, spec.row_bytes, rows))
+                offset += rows * spec.row_bytes
+            offset = _aligned(offset)
     return fields, offset
 
 
 def _lay_out_slot(specs: Sequence[StateSpec], rank: int, size: int) -> tuple[list[Field], int]:
     fields, offset = [], 0
-    slotted = [s for s in specs if s.kind is Kind.SLOT]
-    for name in dict.fromkeys(s.name for s in slotted):
-        group = [s for s in slotted if s.name == name]
-        cells = [(s, p) for p in sorted({p for s in group for p in owned_pieces(s, rank, size)}) for s in group]
-        cells = [(s, p) for s, p in cells if p in owned_pieces(s, rank, size)]
-        stride = sum(s.row_bytes for s, _ in cells)
-        within = 0
-        for spec, piece in cells:
+    for group in _groups(specs, lambda s: (s.name, s.pieces, s.growth, s.rows, s.encoding)):
+        cells = [(piece, spec) for piece in owned_pieces(group[0], rank, size) for spec in group]
+        stride, within = sum(spec.row_bytes for _, spec in cells), 0
+        for piece, spec in cells:
             fields.append(Field(spec, piece, offset + within, stride, spec.rows))
             within += spec.row_bytes
-        offset = _aligned(offset + stride * max(s.rows for s in group))
+        offset = _aligned(offset + stride * group[0].rows)
     return fields, offset
+
+
+def _groups(
+    specs: Sequence[StateSpec], key: Callable[[StateSpec], tuple[object, ...]]
+) -> Iterable[list[StateSpec]]:
+    """Specs of equal key, in the order of each key's first spec."""
+    groups: dict[tuple[object, ...], list[StateSpec]] = {}
+    for spec in specs:
+        groups.setdefault(key(spec), []).append(spec)
+    return groups.values()
+
+
+def _check_specs(specs: Sequence[StateSpec], page_tokens: int) -> None:
+    seen: set[tuple[str, int]] = set()
+    for spec in specs:
+        where = f"state {spec.name!r} of layer {spec.layer}"
+        if (spec.name, spec.layer) in seen:
+            raise ConfigError(f"{where} is declared twice")
+        seen.add((spec.name, spec.layer))
+        if spec.row_bytes < 1 or spec.tokens_per_row < 1 or spec.pieces < 1:
+            raise ConfigError(
+                f"{where}: row_bytes={spec.row_bytes}, tokens_per_row={spec.tokens_per_row} and "
+                f"pieces={spec.pieces} must be at least 1"
+            )
+        if spec.row_bytes % spec.element_bytes:
+            raise ConfigError(
+                f"{where}: {spec.row_bytes} bytes are no whole number of {spec.encoding} elements"
+            )
+        if spec.kind is Kind.SLOT and spec.rows < 1:
+            raise ConfigError(f"{where}: {spec.growth} needs rows >= 1, not {spec.rows}")
+        if spec.kind is Kind.PAGE and (page_tokens < 1 or page_tokens % spec.tokens_per_row):
+            raise ConfigError(
+                f"page_tokens={page_tokens} is not a multiple of {spec.tokens_per_row} "
+                f"(tokens per row of {spec.name!r})",
+                field="page_tokens",
+                fix=f"choose a multiple of {spec.tokens_per_row}",
+            )
+
+
+def field_key(field: Field) -> int:
+    """64 bits that name a field's rows wherever they lie: the same on both sides of a handoff, at any TP size."""
+    spec = field.spec
+    name = f"{spec.name}\0{spec.layer}\0{field.piece}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+def pages_that_fit(layout: Layout, *, memory_bytes: int, num_slots: int = 0) -> int:
+    """How many pages one rank's `memory_bytes` hold beside `num_slots` slots.
+
+    Raises CapacityError that names the bytes needed when not even one page fits.
+    """
+    slots = num_slots * layout.slot_bytes
+    num_pages = (memory_bytes - slots) // layout.page_bytes if layout.page_bytes else 0
+    if num_pages < 1:
+        raise CapacityError(
+            f"{memory_bytes:,} bytes of state memory cannot hold one page: a page of {layout.page_tokens} tokens needs "
+            f"{layout.page_bytes:,} bytes"
+            + (f" beside {slots:,} bytes for {num_slots} slots" if slots else ""),
+            field="memory_mb",
+            fix=f"give at least {-(-(slots + layout.page_bytes) // 2**20)} MiB, or fewer tokens a page",
+        )
+    return num_pages
 
 
 def bytes_per_token(specs: Sequence[StateSpec], *, rank: int = 0, size: int = 1) -> float:
     """PAGED bytes that one more token costs a rank."""
     return sum(
-        s.row_bytes * len(owned_pieces(s, rank, size)) / s.tokens_per_row for s in specs if s.kind is Kind.PAGE
+        s.row_bytes * len(owned_pieces(s, rank, size)) / s.tokens_per_row
+        for s in specs
+        if s.kind is Kind.PAGE
     )
 
 
-def live_bytes(specs: Sequence[StateSpec], start: int, stop: int, pieces_of: dict[str, int] | None = None) -> int:
+def live_bytes(
+    specs: Sequence[StateSpec],
+    start: int,
+    stop: int,
+    pieces_of: dict[str, int] | None = None,
+    *,
+    last: bool = True,
+) -> int:
     """Bytes that a handoff of tokens [start, stop) must move, all global pieces counted once.
 
-    PAGED rows whose last token lies in [start, stop), and every RING and SLOT row that is live at `stop`.
-    `pieces_of` overrides the number of pieces of a spec by name (what one rank owes another).
+    PAGED rows whose last token lies in [start, stop) and, unless more of the prompt follows (`last=False`), every
+    RING and SLOT row that is live at `stop`. `pieces_of` overrides the number of pieces of a spec by name (what one
+    rank owes another, or how often a whole destination group holds it).
     """
-    total = 0
-    for s in specs:
-        pieces = (pieces_of or {}).get(s.name, s.pieces)
-        match s.growth:
-            case Growth.PAGED:
-                rows = stop // s.tokens_per_row - start // s.tokens_per_row
-            case Growth.RING:
-                rows = min(stop, s.rows)
-            case Growth.SLOT:
-                rows = s.rows
-        total += rows * s.row_bytes * pieces
-    return total
+    return sum(
+        len(s.live_rows(start, stop, last)) * s.row_bytes * (pieces_of or {}).get(s.name, s.pieces)
+        for s in specs
+    )
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
+def _aligned(n: int, to: int = ALIGN) -> int:
+    return -(-n // to) * to
