@@ -1,1 +1,1 @@
-"""State of requests: allocated (pages, pool), shared by prefix (tree), handed out (cache). Described in splitserve.spec."""
+"""State of requests: allocated (pages, pool), shared by prefix (tree), handed out (cache). See splitserve.spec."""
