@@ -1,0 +1,282 @@
+"""Which process runs where, and why: a pure function from machine and deployment to process specs.
+
+    cores of the cpuset, by node           8 cores, one prefill and one decode engine
+      0 1 2 3 4 5 6 7                      0 1 2 │ 3 4 5 │ 6 7
+                                           prefill-0  decode-0  router and HTTP fronts
+
+Compute gets cores of its own: an engine step waits for its slowest thread, so a core that two engines share costs both.
+One hyperthread of a core computes; its siblings are left to the router and the HTTP fronts, which sleep unless bytes
+move. It opens no file and no socket; the ports it wants are marks that ports.py fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from splitserve.config import EngineConfig, TransferConfig
+from splitserve.errors import ConfigError
+from splitserve.launch.commands import port_mark, to_flags
+from splitserve.launch.deployment import Deployment
+from splitserve.launch.topology import Core, Topology
+from splitserve.types import Role
+
+_ROUTER = "router"
+_SPARE_FROM = 6
+"""From this many cores on, one is set aside for the router and the fronts; below, it would cost too much compute."""
+
+
+@dataclass(frozen=True)
+class PortWish:
+    """A port that a process will listen on; 0 asks for any free one."""
+
+    key: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ProcSpec:
+    """One process to start. `cpus` compute (its ranks'); `front_cpus` are where the process itself may run."""
+
+    name: str
+    role: str
+    stage: int  # 0 starts first; the next stage when all of it is ready
+    argv: tuple[str, ...]  # after `python -m splitserve`
+    env: dict[str, str]
+    cpus: tuple[int, ...]
+    front_cpus: tuple[int, ...]
+    memory_node: int | None
+    gpus: tuple[int, ...]
+    ports: tuple[PortWish, ...]
+    why: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """One engine before and while it is placed."""
+
+    name: str
+    role: Role
+    config: EngineConfig
+    index: int  # among all engines, in starting order
+    cores: tuple[Core, ...] = ()
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    why: tuple[str, ...] = ()
+
+
+def place(topology: Topology, deployment: Deployment) -> list[ProcSpec]:
+    """Processes in starting order: engines, then the router. Deterministic; reads nothing but its arguments.
+
+    No cpu computes for two engines while there are as many cores as ranks; with fewer they share, and `why` says so.
+    Raises ConfigError for cpus outside the cpuset and for more GPU ranks than GPUs.
+    """
+    engines = _engines(deployment)
+    engines = _give_gpus(engines, topology)
+    engines = _give_named_cpus(engines, topology)
+    engines = _give_cores(engines, topology)
+    computing = {cpu for e in engines for cpu in e.cpus}
+    spare = tuple(cpu for cpu in topology.cpus if cpu not in computing)
+    front = spare or topology.cpus
+    specs = [_engine_spec(e, deployment, front) for e in engines]
+    return [*specs, _router_spec(engines, deployment, front, own=bool(spare))]
+
+
+def explain(specs: Sequence[ProcSpec]) -> list[str]:
+    """Every decision with its reason, for `up --dry-run`."""
+    return [f"{spec.name}: {why}" for spec in specs for why in spec.why]
+
+
+def _engines(deployment: Deployment) -> list[_Engine]:
+    found: list[_Engine] = []
+    for group in deployment.groups:
+        for i in range(group.replicas):
+            cpus = group.engine.cpus
+            share = len(cpus) // group.replicas
+            own = replace(group.engine, cpus=cpus[i * share : (i + 1) * share])
+            found.append(_Engine(f"{group.role}-{i}", group.role, own, len(found)))
+    return found
+
+
+def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+    """`tp` GPUs to each CUDA engine, in bus order, so that neighbours on a switch stay together."""
+    wanted = sum(e.config.tp for e in engines if e.config.device == "cuda")
+    if wanted > len(topology.gpus):
+        raise ConfigError(
+            f"{wanted} GPU ranks but {len(topology.gpus)} GPUs here",
+            field="device",
+            fix='lower tp or replicas, or set device = "cpu"; GPU counts need nvidia-ml-py (pip install nvidia-ml-py)',
+        )
+    free = sorted(topology.gpus, key=lambda g: (g.node, g.bus))
+    placed = []
+    for e in engines:
+        if e.config.device == "cuda":
+            own, free = free[: e.config.tp], free[e.config.tp :]
+            ids = tuple(g.index for g in own)
+            e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: next free, in bus order"))  # noqa: PLW2901
+        placed.append(e)
+    return placed
+
+
+def _give_named_cpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+    placed = []
+    for e in engines:
+        missing = sorted(set(e.config.cpus) - set(topology.cpus))
+        if missing:
+            raise ConfigError(
+                f"{e.name}: cpus {_list(missing)} are not among those this process may use ({_list(topology.cpus)})",
+                field="cpus",
+                fix="name cpus of `splitserve topology`, or leave cpus out",
+            )
+        why = (*e.why, f"cpus {_list(e.config.cpus)}: named in the deployment") if e.config.cpus else e.why
+        cores = tuple(c for c in topology.cores if set(c.cpus) & set(e.config.cpus))
+        placed.append(replace(e, cpus=e.config.cpus, cores=cores, why=why))
+    return placed
+
+
+def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+    """Cores to every engine that names no cpus: equal shares for all ranks, whole engines on one node if they fit."""
+    named = {cpu for e in engines for cpu in e.cpus}
+    free = [c for c in topology.cores if not named & set(c.cpus)]
+    quota = f", of which the cgroup's quota of {topology.cpu_quota:g} pays for" if topology.cpu_quota else ""
+    if topology.cpu_quota:
+        taken = sum(1 for c in topology.cores if named & set(c.cpus))
+        # Threads beyond the quota would all be stopped together for the rest of each period.
+        free = free[: max(1, int(topology.cpu_quota) - taken)]
+    waiting = [e for e in engines if not e.cpus]
+    ranks = sum(e.config.tp for e in waiting)
+    if not waiting:
+        return engines
+    if len(free) < ranks:
+        return _share_cores(engines, free or list(topology.cores), ranks)
+    spare = 1 if len(free) >= _SPARE_FROM and len(free) > ranks else 0
+    each = (len(free) - spare) // ranks
+    placed = []
+    for e in engines:
+        if e.cpus:
+            placed.append(e)
+            continue
+        own = _pick(free, each * e.config.tp)
+        free = [c for c in free if c not in own]
+        cpus = tuple(c.cpus[0] for c in own)
+        share = f"{each} of {len(topology.cores)} cores{quota} for each of {ranks} ranks"
+        why = f"cpus {_list(cpus)}: {share}, shared with no other engine"
+        placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
+    return placed
+
+
+def _pick(free: list[Core], count: int) -> list[Core]:
+    """`count` cores of the node with most left (so prefill and decode part ways); across nodes if none has enough."""
+    nodes = sorted({c.node for c in free}, key=lambda n: (-sum(c.node == n for c in free), n))
+    best = [c for c in free if c.node == nodes[0]]
+    return best[:count] if len(best) >= count else free[:count]
+
+
+def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[_Engine]:
+    placed, turn = [], 0
+    for e in engines:
+        if e.cpus:
+            placed.append(e)
+            continue
+        own = [cores[(turn + r) % len(cores)] for r in range(e.config.tp)]
+        turn += e.config.tp
+        own = list(dict.fromkeys(own))
+        cpus = tuple(c.cpus[0] for c in own)
+        why = f"cpus {_list(cpus)}: {len(cores)} cores for {ranks} ranks, so engines share and slow each other down"
+        placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
+    return placed
+
+
+def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]) -> ProcSpec:
+    server, transfer = deployment.server, _allow(deployment.transfer, _reach(deployment.server.host))
+    ports = [PortWish("http", server.host, server.port + engine.index if server.port else 0)]
+    words = [
+        "serve",
+        engine.config.model,
+        *to_flags(replace(engine.config, cpus=engine.cpus), skip=("model",)),
+    ]
+    words += [*to_flags(server, skip=("port",)), "--port", port_mark(engine.name, "http")]
+    words += to_flags(transfer, skip=("bootstrap_port",))
+    if engine.role is Role.PREFILL:
+        wanted = transfer.bootstrap_port
+        ports.append(PortWish("bootstrap", server.host, wanted + engine.index if wanted else 0))
+        words += ["--bootstrap-port", port_mark(engine.name, "bootstrap")]
+    nodes = {c.node for c in engine.cores}
+    node = nodes.pop() if len(nodes) == 1 else None
+    memory = (
+        f"memory of node {node}: first touched there" if node is not None else "cores on several memory nodes"
+    )
+    env = {"OMP_NUM_THREADS": str(engine.config.threads or max(1, len(engine.cpus) // engine.config.tp))}
+    if engine.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = _list(engine.gpus)
+    return ProcSpec(
+        name=engine.name,
+        role=str(engine.role),
+        stage=0,
+        argv=tuple(words),
+        env=env,
+        cpus=engine.cpus,
+        front_cpus=front,
+        memory_node=node,
+        gpus=engine.gpus,
+        ports=tuple(ports),
+        why=(*engine.why, memory),
+    )
+
+
+def _router_spec(
+    engines: list[_Engine], deployment: Deployment, front: tuple[int, ...], *, own: bool
+) -> ProcSpec:
+    router = deployment.router
+    words = [_ROUTER, *to_flags(router, skip=("port",)), "--port", port_mark(_ROUTER, "http")]
+    for e in engines:
+        host = _reach(deployment.server.host)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port_mark(e.name, 'http')}"
+        match e.role:
+            case Role.PREFILL:
+                words += ["--prefill", f"{url},{port_mark(e.name, 'bootstrap')}"]
+            case Role.DECODE:
+                words += ["--decode", url]
+            case Role.UNIFIED:
+                words += ["--worker", url]
+    floating = (
+        f"cpus {_list(front)}: no engine computes there"
+        if own
+        else f"floats over cpus {_list(front)}: every core computes, and one set aside would cost more than routing"
+    )
+    return ProcSpec(
+        name=_ROUTER,
+        role=_ROUTER,
+        stage=1,
+        argv=tuple(words),
+        env={},
+        cpus=(),
+        front_cpus=front,
+        memory_node=None,
+        gpus=(),
+        ports=(PortWish("http", router.host, router.port),),
+        why=(
+            floating,
+            "starts when every engine is ready, since it is ready only after a token through each pair",
+        ),
+    )
+
+
+def _reach(host: str) -> str:
+    """The address at which this host reaches a server bound to `host`."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _allow(transfer: TransferConfig, host: str) -> TransferConfig:
+    """Let requests name `host` as their rendezvous: the router takes it from the engines' URLs."""
+    known = transfer.allow_hosts
+    return transfer if host in known else replace(transfer, allow_hosts=(*known, host))
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
