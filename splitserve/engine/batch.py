@@ -1,0 +1,79 @@
+"""A step as tensors: what the forward pass reads. Built with numpy in one pass over chunks, never over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from splitserve.engine.step import PENDING, Chunk, Step
+from splitserve.layers.forward import Forward, Group, States
+from splitserve.types import Rid
+
+
+def in_forward_order(step: Step) -> list[Chunk]:
+    """Chunks of one token first, then the others, each in the step's order (see layers/forward.py)."""
+    return sorted(step.chunks, key=lambda c: c.num_tokens > 1)
+
+
+def build(
+    chunks: list[Chunk],
+    last_tokens: Mapping[Rid, int],
+    *,
+    page_tokens: int,
+    states: States,
+    tp: Group,
+    device: torch.device,
+    between_layers: Callable[[], None],
+) -> Forward:
+    """The Forward of `chunks` (in forward order). PENDING tokens are looked up in `last_tokens`."""
+    q_lens = np.array([c.num_tokens for c in chunks], dtype=np.int64)
+    starts = np.array([c.start for c in chunks], dtype=np.int64)
+    q_start = np.zeros(len(chunks) + 1, dtype=np.int64)
+    np.cumsum(q_lens, out=q_start[1:])
+    sequence = np.repeat(np.arange(len(chunks)), q_lens)
+    positions = np.arange(q_start[-1]) - q_start[sequence] + starts[sequence]
+    pages = np.zeros((len(chunks), max(len(c.pages) for c in chunks)), dtype=np.int64)
+    for i, chunk in enumerate(chunks):
+        pages[i, : len(chunk.pages)] = chunk.pages
+
+    def tensor(a: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(a).to(device)
+
+    return Forward(
+        tokens=tensor(_tokens(chunks, last_tokens)),
+        positions=tensor(positions),
+        logit_rows=tensor(_logit_rows(chunks, q_start)),
+        q_start=tensor(q_start),
+        q_lens=tuple(q_lens.tolist()),
+        kv_lens=tuple(c.stop for c in chunks),
+        num_decode=int((q_lens == 1).sum()),
+        pages=tensor(pages),
+        slots=tensor(np.array([c.slot for c in chunks], dtype=np.int64)),
+        write_page=tensor(pages[sequence, positions // page_tokens]),
+        write_row=tensor(positions % page_tokens),
+        page_tokens=page_tokens,
+        states=states,
+        tp=tp,
+        between_layers=between_layers,
+    )
+
+
+def _tokens(chunks: list[Chunk], last_tokens: Mapping[Rid, int]) -> np.ndarray:
+    flat: list[int] = []
+    for chunk in chunks:
+        flat.extend(chunk.tokens)
+        if flat[-1] == PENDING:
+            flat[-1] = last_tokens[chunk.rid]
+    return np.array(flat, dtype=np.int64)
+
+
+def _logit_rows(chunks: list[Chunk], q_start: np.ndarray) -> np.ndarray:
+    """Token rows whose logits are needed, chunk after chunk: rated prompt rows from the front, then the last row."""
+    rows: list[int] = []
+    for i, chunk in enumerate(chunks):
+        rows.extend(range(q_start[i], q_start[i] + len(chunk.prompt_next)))
+        if chunk.sample:
+            rows.append(int(q_start[i + 1]) - 1)
+    return np.array(rows, dtype=np.int64)

@@ -1,0 +1,176 @@
+"""The loop of rank 0: take messages, plan, run, apply, send tokens, feed the handoffs. It alone knows the clock.
+
+server ──Generate, Abort, Control──▶ ┌──────────┐ ◀──notes, offers── peers
+                                     │   turn   │
+server ◀──Outputs, Failed, Load───── └──────────┘ ──writes, notes──▶ peers
+                                       scheduler (decides) · runner (computes) · transfers (moves)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from splitserve import log, wire
+from splitserve.engine.controls import Controls
+from splitserve.engine.link import ServerLink
+from splitserve.engine.request import Request
+from splitserve.engine.runner import Pending
+from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.step import Step
+from splitserve.engine.transfers import Transfers
+from splitserve.errors import RequestError, SplitserveError
+
+_log = log.get(__name__)
+
+IDLE_S = 0.5
+"""Longest sleep: only a bound on surprises, since messages and peers wake the loop by their descriptors."""
+
+HANDOFF_POLL_S = 0.0005
+"""Transports without a descriptor (NIXL) are asked this often while a handoff is open and nothing is computed."""
+
+LOAD_INTERVAL_S = 0.1
+
+
+class Launches(Protocol):
+    def launch(self, step: Step) -> Pending: ...
+
+
+class Loop:
+    def __init__(
+        self,
+        link: ServerLink,
+        scheduler: Scheduler,
+        *,
+        runner: Launches,
+        transfers: Transfers | None,
+        controls: Controls,
+        alive_fd: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._scheduler = scheduler
+        self._runner = runner
+        self._transfers = transfers
+        self._controls = controls
+        self._clock = clock
+        self._alive_fd = alive_fd
+        self._stopping = False
+        self._last_load: wire.Load | None = None
+        self._load_sent = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(link.socket, zmq.POLLIN)
+        if alive_fd is not None:
+            self._poller.register(alive_fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Until the server is gone or `stop` is called."""
+        while not self._stopping:
+            if not self.turn():
+                self._wait()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def turn(self) -> bool:
+        """One round without waiting. True when a step was computed, so that there may be more to do."""
+        for message in self._link.receive():
+            self._take(message)
+        now = self._clock()
+        if self._transfers:
+            self._transfers.poll(now)
+        step = self._scheduler.plan(now)
+        self._report_ends(now)
+        if step is not None:
+            result = self._runner.launch(step).result()
+            self._scheduler.apply(result)
+            now = self._clock()
+            if self._transfers:
+                self._transfers.computed(step, result, now)
+            self._report_ends(now)
+        self._report_load(now, force=False)
+        return step is not None
+
+    # ------------------------------------------------------------------ in
+
+    def _take(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Generate():
+                self._start(message)
+            case wire.Abort(rid=rid):
+                self._scheduler.abort(rid)
+            case wire.Control(id=number, op=op, args=args):
+                self._link.send(self._controls.answer(number, op, args))
+
+    def _start(self, message: wire.Generate) -> None:
+        now = self._clock()
+        req = Request(
+            rid=message.rid,
+            tokens=list(message.tokens),
+            num_prompt=message.num_prompt,
+            sampling=message.sampling,
+            half=message.half,
+            room=message.room,
+            priority=message.priority,
+            deadline=message.deadline,
+        )
+        try:
+            if req.half:
+                self._expect_transfers().start(req, now)
+            self._scheduler.add(req, now)
+        except SplitserveError as e:
+            self._send_failure(req.rid, e)
+
+    def _expect_transfers(self) -> Transfers:
+        if self._transfers is None:
+            raise RequestError(
+                "this engine was started as unified and takes no half of a split request",
+                field="bootstrap_room",
+                fix="send it without bootstrap_room, or start the engine with --role prefill or decode",
+            )
+        return self._transfers
+
+    # ------------------------------------------------------------------ out
+
+    def _report_ends(self, now: float) -> None:
+        events, ended, offers, admitted = self._scheduler.drain()
+        if events:
+            self._link.send(wire.Outputs(tuple(events)))
+        for req in ended:
+            if req.error is not None:
+                self._send_failure(req.rid, req.error)
+        if self._transfers:
+            self._transfers.follow(ended, offers, admitted, now)
+
+    def _send_failure(self, rid: str, error: SplitserveError) -> None:
+        retry = getattr(error, "retry_after_s", 0.0)
+        self._link.send(wire.Failed(rid, error.code, error.status, error.message, retry))
+
+    def _report_load(self, now: float, *, force: bool) -> None:
+        if now - self._load_sent < LOAD_INTERVAL_S and not force:
+            return
+        load = self._controls.load()
+        if load != self._last_load:
+            self._link.send(load)
+            self._last_load, self._load_sent = load, now
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self) -> None:
+        """Sleep until a message, a peer or a deadline; briefly while a handoff is open."""
+        now = self._clock()
+        timeout = IDLE_S
+        deadline = self._scheduler.next_deadline()
+        if deadline is not None:
+            timeout = min(timeout, deadline - now)
+        if self._transfers:
+            timeout = min(timeout, self._transfers.patience(now, HANDOFF_POLL_S))
+            self._transfers.watch(self._poller)
+        self._report_load(now, force=True)
+        ready = dict(self._poller.poll(max(0.0, timeout) * 1000))
+        if self._alive_fd is not None and self._alive_fd in ready:
+            _log.info("the server has gone; leaving")
+            self.stop()

@@ -1,0 +1,188 @@
+"""The engine's end of handoffs: tells sender and receiver what the scheduler decided, and the scheduler what came of it.
+
+It decides nothing about requests or rows itself and moves no byte; rooms are its only bookkeeping.
+
+    scheduler          transfers                              sender / receiver
+    admitted  ────────▶ computed(cached prefix) ─────────────▶
+    step applied ─────▶ computed(chunk) ─────────────────────▶
+    offers    ────────▶ open(rows) ──────────────────────────▶
+    ended     ────────▶ fail / cancel ───────────────────────▶
+    rows_free, arrived, lost, fail ◀──────────────────────── poll
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import zmq
+
+from splitserve.engine.request import Phase, Request
+from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.step import Sampled, Step, StepResult
+from splitserve.errors import InvariantError, RequestError, SplitserveError, by_code
+from splitserve.transfer.events import Arrived, ReceiveFailed, Released, SendFailed, Sent
+from splitserve.transfer.receiver import Receiver
+from splitserve.transfer.sender import Sender
+from splitserve.types import Rid
+from splitserve.wire import FirstToken, Room
+
+
+class Transfers:
+    def __init__(
+        self, sender: Sender, receiver: Receiver, *, scheduler: Scheduler, deadline_s: float
+    ) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self._scheduler = scheduler
+        self._deadline_s = deadline_s
+        self._sending: dict[int, Rid] = {}
+        self._receiving: dict[int, Rid] = {}
+        self._watched: set[int] = set()
+
+    # ------------------------------------------------------------------ from the loop
+
+    def start(self, req: Request, now: float) -> None:
+        """A half of a split request has come in. Raises RequestError when its room is in use or missing."""
+        room = _room_of(req)
+        if req.half == "prefill":
+            self.sender.open(room.id, req.num_prompt, now=now, deadline=self._deadline(req, now))
+            self._sending[room.id] = req.rid
+            return
+        if room.id in self._receiving:
+            raise RequestError(f"room {room.id} is in use by another request", field="bootstrap_room")
+        self.receiver.admit(room)
+        self._receiving[room.id] = req.rid
+
+    def follow(
+        self, ended: Iterable[Request], offers: Iterable[Request], admitted: Iterable[Request], now: float
+    ) -> None:
+        """Carry out what the scheduler decided since the last call."""
+        for req in admitted:
+            if req.phase is Phase.RUNNING and req.num_done:
+                self._computed(req, 0, req.num_done, None, now)
+        for req in offers:
+            if req.phase is Phase.ARRIVING:
+                self._offer(req, now)
+        for req in ended:
+            self._give_up(req, now)
+
+    def computed(self, step: Step, result: StepResult, now: float) -> None:
+        """A step has been applied: its prompt rows may leave."""
+        for chunk in step.chunks:
+            req = self._scheduler.requests.get(chunk.rid)
+            if req is None or req.half != "prefill" or req.phase is Phase.ENDED:
+                continue
+            self._computed(req, chunk.start, chunk.stop, result.sampled.get(chunk.rid), now)
+
+    def poll(self, now: float) -> None:
+        """Move what can be moved and tell the scheduler."""
+        for event in self.sender.poll(now):
+            match event:
+                case SendFailed(room=room, code=code, message=message):
+                    self._scheduler.fail(self._sending[room], by_code(code, message))
+                case Released(room=room):
+                    self._scheduler.rows_free(self._sending.pop(room))
+                case Sent():
+                    pass  # Released follows
+        for event in self.receiver.poll(now):
+            match event:
+                case Arrived():
+                    self._arrived(event)
+                case ReceiveFailed(room=room, retriable=retriable, code=code, message=message):
+                    error = by_code(code, message)
+                    self._scheduler.lost(self._receiving[room], error, retriable=retriable)
+                case Released(room=room):
+                    self._scheduler.rows_free(self._receiving.pop(room))
+
+    # ------------------------------------------------------------------ waiting
+
+    def patience(self, now: float, poll_s: float) -> float:
+        """How long the loop may sleep: `poll_s` while bytes may be moving, else until the next deadline."""
+        if self.sender.moving() or self.receiver.moving():
+            return poll_s
+        deadlines = [d for d in (self.sender.next_deadline(), self.receiver.next_deadline()) if d is not None]
+        return max(0.0, min(deadlines) - now) if deadlines else float("inf")
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Have `poller` wake for peers: sockets of the rendezvous, processes that may die."""
+        wanted = {*self.sender.fds(), *self.receiver.fds()}
+        for fd in self._watched - wanted:
+            poller.unregister(fd)
+        for fd in wanted - self._watched:
+            poller.register(fd, zmq.POLLIN)
+        self._watched = wanted
+
+    def check(self) -> None:
+        """Rooms here are the rooms there; then the two check themselves."""
+        self.sender.check()
+        self.receiver.check()
+        if set(self._sending) != set(self.sender.rooms()):
+            raise InvariantError(f"sending {sorted(self._sending)}, sender has {sorted(self.sender.rooms())}")
+        missing = set(self.receiver.rooms()) - set(self._receiving)
+        if missing:
+            raise InvariantError(f"the receiver has rooms {sorted(missing)} that no request owns")
+
+    # ------------------------------------------------------------------ steps of the above
+
+    def _deadline(self, req: Request, now: float) -> float:
+        own = now + self._deadline_s
+        return min(own, req.deadline) if req.deadline else own
+
+    def _computed(self, req: Request, start: int, stop: int, sampled: Sampled | None, now: float) -> None:
+        room = _room_of(req)
+        assert req.holding is not None
+        stop = min(stop, req.num_prompt)
+        first = None
+        if sampled and sampled.tokens:
+            first = FirstToken(
+                sampled.tokens[0],
+                sampled.logprobs[0] if sampled.logprobs else None,
+                req.sampling.seed,
+                req.num_cached,
+                tuple(req.prompt_logprobs),
+            )
+        units = self._scheduler.cache.units(req.holding, start, stop)
+        self.sender.computed(room.id, start, stop, units=units, last=first is not None, first=first, now=now)
+
+    def _offer(self, req: Request, now: float) -> None:
+        room = _room_of(req)
+        assert req.holding is not None
+        start = req.holding.num_cached
+        units = self._scheduler.cache.units(req.holding, start, req.num_prompt)
+        deadline = self._deadline(req, now)
+        try:
+            self.receiver.open(room, req.num_prompt, start=start, units=units, now=now, deadline=deadline)
+        except SplitserveError as e:
+            self._receiving.pop(room.id)
+            self._scheduler.fail(req.rid, e)
+            self._scheduler.rows_free(req.rid)
+
+    def _arrived(self, event: Arrived) -> None:
+        rid = self._receiving.pop(event.room)
+        first = event.first
+        logprobs = (first.logprobs,) if first.logprobs is not None else ()
+        self._scheduler.arrived(
+            rid,
+            Sampled((first.token,), logprobs),
+            num_cached=first.num_cached,
+            prompt_logprobs=first.prompt_logprobs,
+        )
+
+    def _give_up(self, req: Request, now: float) -> None:
+        """A request has ended: if its handoff has not, end that too. Rows come back by Released."""
+        if req.room is None:
+            return
+        reason = req.error.message if req.error else "the client left"
+        if self._sending.get(req.room.id) == req.rid:
+            self.sender.fail(req.room.id, reason=reason, error=req.error, now=now)
+        if self._receiving.get(req.room.id) == req.rid:
+            if req.in_transfer:
+                self.receiver.cancel(req.room.id, reason=reason, now=now)
+            else:
+                self._receiving.pop(req.room.id)
+
+
+def _room_of(req: Request) -> Room:
+    if req.room is None:
+        raise RequestError("a half of a split request needs a room", field="bootstrap_room")
+    return req.room
