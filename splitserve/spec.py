@@ -24,7 +24,7 @@ from math import gcd
 
 import msgspec
 
-from splitserve.errors import CapacityError, ConfigError
+from splitserve.errors import ConfigError
 
 ALIGN = 64
 """Units, and the pieces inside a page, start at multiples of this many bytes: a cache line, enough for any vector load.
@@ -233,24 +233,6 @@ def field_key(field: Field) -> int:
     spec = field.spec
     name = f"{spec.name}\0{spec.layer}\0{field.piece}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-
-
-def pages_that_fit(layout: Layout, *, memory_bytes: int, num_slots: int = 0) -> int:
-    """How many pages one rank's `memory_bytes` hold beside `num_slots` slots.
-
-    Raises CapacityError that names the bytes needed when not even one page fits.
-    """
-    slots = num_slots * layout.slot_bytes
-    num_pages = (memory_bytes - slots) // layout.page_bytes if layout.page_bytes else 0
-    if num_pages < 1:
-        raise CapacityError(
-            f"{memory_bytes:,} bytes of state memory cannot hold one page: a page of {layout.page_tokens} tokens needs "
-            f"{layout.page_bytes:,} bytes"
-            + (f" beside {slots:,} bytes for {num_slots} slots" if slots else ""),
-            field="memory_mb",
-            fix=f"give at least {-(-(slots + layout.page_bytes) // 2**20)} MiB, or fewer tokens a page",
-        )
-    return num_pages
 
 
 def bytes_per_token(specs: Sequence[StateSpec], *, rank: int = 0, size: int = 1) -> float:
