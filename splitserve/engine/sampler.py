@@ -1,0 +1,246 @@
+"""Choose tokens: a pure function of (seed, choice, position) and the logits, whatever else is in the batch.
+
+    logits ─▶ penalties, bias, banned end tokens ─▶ / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ + noise ─▶ argmax
+
+Noise is Gumbel noise, so the argmax is a draw from the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030). It
+comes from a counter-based generator: 64 bits mixed from the key and the token id (the finaliser of SplitMix64, Steele
+et al. 2014). Nothing is remembered between calls, so a request that is continued elsewhere continues alike. Every rank
+of a group samples for itself. Rows that need no filter do not pay for those that do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from splitserve.types import SamplingParams, TokenLogprobs
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: SplitMix64's increment
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_NEVER = -math.inf
+
+History = Sequence[int] | None
+"""All tokens of a request so far, prompt first; needed only where a penalty is set."""
+
+
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    num_prompts: Sequence[int],
+    histories: Sequence[History],
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One token for each row of `logits` [n, vocab] float32, with its logprobs where `params` ask for them.
+
+    `positions` are the absolute positions of the tokens to choose; `num_prompts` the prompt lengths before them.
+    Temperature 0 takes the best token, the lowest id on a tie. `logits` is not changed.
+    """
+    scores = _scores(logits, params, positions, num_prompts=num_prompts, histories=histories)
+    tokens = scores.argmax(-1).tolist()
+    return tokens, _logprobs(logits, tokens, params)
+
+
+def margins(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    num_prompts: Sequence[int],
+    histories: Sequence[History],
+) -> list[float]:
+    """How far, in logits, the best token is ahead of the second best in each row, noise included.
+
+    When two computations of a row differ by at most half of this, they choose the same token. Filters are taken as
+    given: a token at the very edge of top-p may still fall on either side of it.
+    """
+    scores = _scores(logits, params, positions, num_prompts=num_prompts, histories=histories)
+    best = scores.topk(2, dim=-1).values
+    gaps = (best[:, 0] - best[:, 1]).tolist()
+    return [gap * (p.temperature or 1.0) for gap, p in zip(gaps, params, strict=True)]
+
+
+def log_softmax_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Natural logprobs of every token under the model's own distribution. [n, vocab] -> [n, vocab] float32."""
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def uniforms(key: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Float64 in (0, 1), one for each token id [n] under a 64-bit key: never 0, never 1."""
+    return _uniforms(torch.tensor([[_signed(key)]], device=tokens.device), tokens)[0]
+
+
+def random_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit key of one token to choose."""
+    key = _mix(seed & _MASK64)
+    key = _mix(key ^ (choice & _MASK64))
+    return _mix(key ^ (position & _MASK64))
+
+
+# ------------------------------------------------------------------ scores
+
+
+def _scores(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    num_prompts: Sequence[int],
+    histories: Sequence[History],
+) -> torch.Tensor:
+    """[n, vocab]: the token to choose has the highest; -inf is what a filter took out."""
+    scores = _adjusted(logits, params, positions, num_prompts=num_prompts, histories=histories)
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    if not drawn:
+        return scores
+    rows = _index(drawn, logits.device)
+    chosen = [params[i] for i in drawn]
+    hot = scores[rows] / _column([p.temperature for p in chosen], logits.device)
+    hot = _filtered(hot, chosen) + _noise(chosen, [positions[i] for i in drawn], hot)
+    if len(drawn) == len(params):
+        return hot
+    return scores.index_copy(0, rows, hot)
+
+
+def _adjusted(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    num_prompts: Sequence[int],
+    histories: Sequence[History],
+) -> torch.Tensor:
+    """Logits after what the client did to them: a copy where any row needs one, else `logits` themselves."""
+    scores = logits
+    for i, p in enumerate(params):
+        penalised = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        early = positions[i] - num_prompts[i] < p.min_tokens and p.stop_token_ids
+        if not (penalised or early or p.logit_bias):
+            continue
+        if scores is logits:
+            scores = logits.clone()
+        if penalised:
+            _penalise(scores[i], p, histories[i] or (), num_prompts[i])
+        if p.logit_bias:
+            ids = _index(list(p.logit_bias), logits.device)
+            scores[i, ids] += torch.tensor(list(p.logit_bias.values()), device=logits.device)
+        if early:
+            scores[i, _index(list(p.stop_token_ids), logits.device)] = _NEVER
+    return scores
+
+
+def _penalise(row: torch.Tensor, p: SamplingParams, tokens: Sequence[int], num_prompt: int) -> None:
+    """Repetition shrinks what prompt or output hold; presence and frequency subtract for what the output holds."""
+    vocab = row.shape[0]
+    seen = torch.bincount(_index(list(tokens), row.device), minlength=vocab)[:vocab] > 0
+    if p.repetition_penalty != 1:
+        row.copy_(
+            torch.where(
+                seen, torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty), row
+            )
+        )
+    counts = torch.bincount(_index(list(tokens[num_prompt:]), row.device), minlength=vocab)[:vocab]
+    row -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
+
+
+# ------------------------------------------------------------------ filters
+
+
+def _filtered(hot: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """`hot` [n, vocab] with -inf for tokens outside top-k, top-p or min-p; only rows that ask are touched."""
+    picky = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if not picky:
+        return hot
+    rows = _index(picky, hot.device)
+    chosen = [params[i] for i in picky]
+    kept = hot[rows]
+    ranked, order = kept.sort(dim=-1, descending=True, stable=True)  # stable: ties go to the lower id
+    ranked = _cut_ranked(ranked, chosen)
+    return hot.index_copy(0, rows, torch.empty_like(kept).scatter_(1, order, ranked))
+
+
+def _cut_ranked(ranked: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Filters on rows in falling order: each is a prefix that stays. The best token always stays."""
+    device, vocab = ranked.device, ranked.shape[1]
+    place = torch.arange(vocab, device=device)
+    ranked = ranked.masked_fill(place >= _column([p.top_k or vocab for p in params], device), _NEVER)
+    probs = ranked.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of better tokens: a token stays while that is short of top-p
+    out = before >= _column([p.top_p if p.top_p < 1 else 2.0 for p in params], device)
+    out |= probs < _column([p.min_p for p in params], device) * probs[:, :1]
+    out[:, 0] = False
+    return ranked.masked_fill(out, _NEVER)
+
+
+# ------------------------------------------------------------------ noise
+
+
+def _noise(params: Sequence[SamplingParams], positions: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [n, vocab] float32 for the rows' keys."""
+    keys = [_signed(random_key(p.seed, p.choice, at)) for p, at in zip(params, positions, strict=True)]
+    tokens = torch.arange(like.shape[1], device=like.device)
+    out = torch.empty_like(like)
+    for row, key in zip(
+        out, torch.tensor(keys, device=like.device), strict=True
+    ):  # a row stays in the L2 cache
+        row.copy_(_uniforms(key[None, None], tokens)[0].log_().neg_().log_().neg_())
+    return out
+
+
+def _uniforms(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """SplitMix64 at counter `token` of streams `keys` [n, 1]; the top 53 bits, centred, so that 0 and 1 cannot come."""
+    z = keys + (tokens + 1) * _signed(_GOLDEN)
+    z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 12).double().add_(0.5).mul_(2.0**-52)
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical right shift of int64, which torch shifts arithmetically."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's next output for state `x`, as the tensors above compute it."""
+    z = (x + _GOLDEN) & _MASK64
+    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK64
+    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _signed(x: int) -> int:
+    """The same 64 bits as torch's int64."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+# ------------------------------------------------------------------ logprobs
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], params: Sequence[SamplingParams]
+) -> list[TokenLogprobs | None]:
+    out: list[TokenLogprobs | None] = [None] * len(params)
+    asked = [i for i, p in enumerate(params) if p.logprobs is not None]
+    if not asked:
+        return out
+    rated = log_softmax_rows(logits[_index(asked, logits.device)])
+    most = max(params[i].logprobs or 0 for i in asked)
+    top = rated.topk(min(most, rated.shape[1]), dim=-1)
+    best, ids = top.values.tolist(), top.indices.tolist()
+    chosen = rated.gather(1, _index([tokens[i] for i in asked], logits.device)[:, None])[:, 0].tolist()
+    for row, i in enumerate(asked):
+        k = params[i].logprobs or 0
+        out[i] = TokenLogprobs(chosen[row], tuple(ids[row][:k]), tuple(best[row][:k]))
+    return out
+
+
+def _index(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)[:, None]

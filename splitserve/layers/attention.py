@@ -1,0 +1,53 @@
+"""Attention over pages for one step: the step's plan, made once, and what each layer does with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.ops import ref as ops
+
+from .forward import Forward
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How this step's sequences read their pages, for layers with one window size."""
+
+    decode: ops.DecodePlan | None
+    prefills: tuple[ops.PrefillPlan, ...]
+
+
+def plan_attention(fwd: Forward, window: int = 0) -> AttentionPlan:
+    """Host work of a step: the one-token sequences as one batch, every other sequence by itself."""
+    n = fwd.num_decode
+    decode = ops.plan_decode(fwd.pages[:n], fwd.kv_lens[:n], fwd.page_tokens, window) if n else None
+    prefills, row = [], n
+    for i in range(n, len(fwd.q_lens)):
+        rows = slice(row, row + fwd.q_lens[i])
+        prefills.append(ops.plan_prefill(fwd.pages[i], fwd.kv_lens[i], rows, fwd.page_tokens, window))
+        row = rows.stop
+    return AttentionPlan(decode, tuple(prefills))
+
+
+def attend(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv: torch.Tensor,  # [num_tokens, kv_heads, 2 * head_dim]: the new rows
+    fwd: Forward,
+    plan: AttentionPlan,
+    layer: int,
+) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
+    """Write the new rows into their pages, then let every token look at its sequence's rows up to itself."""
+    view = fwd.states.view("kv", layer)
+    ops.write_rows(view, kv, fwd.write_page, fwd.write_row)
+    scale = q.shape[-1] ** -0.5
+    if not plan.prefills and plan.decode:
+        return ops.attend_decode(q, view, plan.decode, scale).flatten(1)
+    out = torch.empty_like(q)
+    if plan.decode:
+        n = plan.decode.num_seqs
+        out[:n] = ops.attend_decode(q[:n], view, plan.decode, scale)
+    for chunk in plan.prefills:
+        out[chunk.rows] = ops.attend_prefill(q[chunk.rows], view, chunk, scale)
+    return out.flatten(1)

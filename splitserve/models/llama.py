@@ -1,0 +1,215 @@
+"""The decoder of Llama, SmolLM2, Mistral, Qwen2 and Qwen3, dense or with experts: one forward pass, parts by config.
+
+    x = embed(tokens)
+    for each layer:   x = x + out(attend(rotate(qkv(norm(x)))))        pre-norm attention (Llama 2, arXiv 2307.09288)
+                      x = x + down(swiglu(gate_up(norm(x))))           or a mixture of such experts (Qwen3)
+    logits = head(norm(x[logit_rows]))
+
+A rank holds its heads (and the KV heads they read), its share of the FFN and its share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.errors import ConfigError
+from splitserve.layers.attention import AttentionPlan, attend, plan_attention
+from splitserve.layers.forward import Forward, Group
+from splitserve.layers.linear import ColumnLinear, Embedding, Head, RowLinear
+from splitserve.ops import ref as ops
+from splitserve.spec import local_pieces
+from splitserve.weights.load import DTYPES, load
+from splitserve.weights.locate import Source
+from splitserve.weights.open import open_checkpoint
+from splitserve.weights.rules import DECODER, Sizes, expand
+
+from .config import ModelConfig
+from .rope import frequencies
+
+Table = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    qkv: ColumnLinear  # rows: this rank's q heads, k heads, v heads
+    out: RowLinear
+    q_norm: torch.Tensor | None  # [head_dim], Qwen3
+    k_norm: torch.Tensor | None
+    head_dim: int
+    kv_heads: int  # of this rank
+    eps: float
+    layer: int
+
+    def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        turned, v = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turned[:, : -self.kv_heads], turned[:, -self.kv_heads :]
+            q, k = ops.rms_norm(q, self.q_norm, self.eps), ops.rms_norm(k, self.k_norm, self.eps)
+            turned = torch.cat((q, k), dim=1)
+        turned = ops.rotate(turned, table)
+        q, k = turned[:, : -self.kv_heads], turned[:, -self.kv_heads :]
+        return self.out(attend(q, torch.cat((k, v), dim=-1), fwd, plan, self.layer))
+
+
+@dataclass(frozen=True)
+class DenseFfn:
+    gate_up: ColumnLinear
+    down: RowLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(ops.swiglu(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class ExpertFfn:
+    router: torch.Tensor  # [num_experts, hidden], whole on every rank
+    gate_up: torch.Tensor  # [num_experts, 2 * ffn / tp, hidden]
+    down: torch.Tensor  # [num_experts, hidden, ffn / tp]
+    count: int
+    normalize: bool
+    tp: Group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, experts = ops.choose_experts(
+            ops.linear(x, self.router), self.count, normalize=self.normalize
+        )
+        return self.tp.all_reduce(ops.mix_experts(x, self.gate_up, self.down, weights, experts))
+
+
+@dataclass(frozen=True)
+class Layer:
+    attn_norm: torch.Tensor
+    attn: Attention
+    mlp_norm: torch.Tensor
+    mlp: DenseFfn | ExpertFfn
+    eps: float
+    window: int
+
+    def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
+        x = x + self.attn(ops.rms_norm(x, self.attn_norm, self.eps), fwd, table, plan)
+        return x + self.mlp(ops.rms_norm(x, self.mlp_norm, self.eps))
+
+
+class Llama:
+    """One rank's part of the model. `load` before `forward`."""
+
+    def __init__(self, cfg: ModelConfig, tp: Group, dtype: str = "f32", device: str = "cpu") -> None:
+        """`dtype` is f32, bf16 or f16, for weights, activations and state. Raises ConfigError when tp does not fit."""
+        self.cfg, self.tp, self.device = cfg, tp, device
+        self.dtype = DTYPES[dtype]
+        self._sizes = sizes(cfg, tp.rank, tp.size)
+        rope = frequencies(cfg.rope, cfg.head_dim, cfg.max_len)
+        self._inverse = torch.tensor(rope.inverse, dtype=torch.float32, device=device)
+        self._rope_scale = rope.scale
+        self._layers: list[Layer] = []
+
+    def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None:
+        """Read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
+        checkpoint = open_checkpoint(source)
+        p = load(
+            checkpoint,
+            expand(DECODER, checkpoint.format, self._sizes),
+            dtype=self.dtype,
+            device=self.device,
+            interleaved=self.cfg.head_dim if self.cfg.interleaved else 0,
+            optional=("lm_head.weight",) if self.cfg.tied_head else (),
+            progress=progress,
+        )
+        self._embed = Embedding(p["embed"], self.tp)
+        self._layers = [self._layer(p, i) for i in range(self.cfg.num_layers)]
+        self._norm = p["norm"]
+        self._head = Head(p["embed"] if self.cfg.tied_head else p["head"], self.cfg.vocab, self.tp)
+
+    @torch.inference_mode()
+    def forward(self, fwd: Forward) -> torch.Tensor:
+        """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the pages afterwards."""
+        table = ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
+        plans = {w: plan_attention(fwd, w) for w in {layer.window for layer in self._layers}}
+        x = self._embed(fwd.tokens)
+        for layer in self._layers:
+            x = layer(x, fwd, table, plans[layer.window])
+            fwd.between_layers()
+        return self._head(ops.rms_norm(x[fwd.logit_rows], self._norm, self.cfg.eps))
+
+    def _layer(self, p: dict[str, torch.Tensor], i: int) -> Layer:
+        cfg, at = self.cfg, f"layers.{i}."
+        attn = Attention(
+            qkv=ColumnLinear(p[at + "qkv.weight"], p.get(at + "qkv.bias")),
+            out=RowLinear(p[at + "out.weight"], p.get(at + "out.bias"), self.tp),
+            q_norm=p.get(at + "q_norm"),
+            k_norm=p.get(at + "k_norm"),
+            head_dim=cfg.head_dim,
+            kv_heads=len(self._sizes.local("kv")) // cfg.head_dim,
+            eps=cfg.eps,
+            layer=i,
+        )
+        return Layer(p[at + "attn_norm"], attn, p[at + "mlp_norm"], self._ffn(p, at), cfg.eps, cfg.window(i))
+
+    def _ffn(self, p: dict[str, torch.Tensor], at: str) -> DenseFfn | ExpertFfn:
+        if at + "router" not in p:
+            gate_up = ColumnLinear(p[at + "gate_up.weight"], p.get(at + "gate_up.bias"))
+            return DenseFfn(gate_up, RowLinear(p[at + "down.weight"], p.get(at + "down.bias"), self.tp))
+        return ExpertFfn(
+            p[at + "router"],
+            p[at + "experts.gate_up"],
+            p[at + "experts.down"],
+            count=self.cfg.num_experts_per_token,
+            normalize=self.cfg.norm_experts,
+            tp=self.tp,
+        )
+
+
+def sizes(cfg: ModelConfig, rank: int, size: int) -> Sizes:
+    """The axes of the naming rules and this rank's range of each. Raises ConfigError when heads cannot be shared out.
+
+    Query heads divide evenly; KV heads as the state's pieces do, so that each rank has those its query heads read.
+    """
+    if cfg.num_heads % size:
+        raise ConfigError(f"tp={size} does not divide {cfg.num_heads} heads", field="tp")
+    pieces = local_pieces(cfg.num_kv_heads, rank, size)
+    heads = cfg.num_heads // size
+    share = -(-cfg.vocab // size)
+    d = cfg.head_dim
+    return Sizes(
+        lengths={
+            "hidden": cfg.hidden,
+            "q": cfg.num_heads * d,
+            "kv": cfg.num_kv_heads * d,
+            "head_dim": d,
+            "ffn": cfg.ffn,
+            "vocab": cfg.vocab,
+            "experts": cfg.num_experts,
+            "expert_ffn": cfg.expert_ffn,
+        },
+        ranges={
+            "q": range(rank * heads * d, (rank + 1) * heads * d),
+            "kv": range(pieces.start * d, pieces.stop * d),
+            "ffn": _share(cfg.ffn, rank, size),
+            "expert_ffn": _share(cfg.expert_ffn, rank, size),
+            "vocab": range(rank * share, (rank + 1) * share),
+        },
+        num_layers=cfg.num_layers,
+        features=lambda layer: _features(cfg, layer),
+    )
+
+
+def _share(length: int, rank: int, size: int) -> range:
+    """Nearly equal contiguous shares; partial sums need no equal ones."""
+    return range(length * rank // size, length * (rank + 1) // size)
+
+
+def _features(cfg: ModelConfig, layer: int | None) -> set[str]:
+    present = {
+        "head": not cfg.tied_head,
+        "qkv_bias": cfg.qkv_bias,
+        "out_bias": cfg.out_bias,
+        "mlp_bias": cfg.mlp_bias,
+        "qk_norm": cfg.qk_norm,
+        "moe": layer is not None and cfg.sparse(layer),
+        "dense": layer is not None and not cfg.sparse(layer),
+    }
+    return {name for name, there in present.items() if there}

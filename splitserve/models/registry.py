@@ -1,0 +1,60 @@
+"""Architecture -> what it keeps and which class runs it. Torch-free: a class is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from splitserve.errors import WeightsError
+from splitserve.spec import StateSpec
+
+from .config import ModelConfig
+from .states import decoder_states
+
+if TYPE_CHECKING:
+    from splitserve.layers.forward import Forward
+    from splitserve.weights.locate import Source
+
+
+class Model(Protocol):
+    """A model on one rank. Made by `build`; `load` once, then `forward` once a step."""
+
+    def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None: ...
+
+    def forward(self, fwd: Forward) -> Any:
+        """Logits [num_logits, vocab] float32, the same on every rank of the group."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    states: Callable[..., list[StateSpec]]  # (cfg, *, dtype)
+    module: str
+    name: str  # class in the module: (cfg, tp, dtype, device)
+
+
+_DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
+
+FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), _DECODER)
+
+
+def family(cfg: ModelConfig) -> Family:
+    if cfg.arch not in FAMILIES:
+        raise WeightsError(
+            f"architecture {cfg.arch!r} is not known", fix=f"known: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[cfg.arch]
+
+
+def states(cfg: ModelConfig, *, dtype: str) -> list[StateSpec]:
+    """What the model keeps, with numbers encoded as `dtype` (f32, bf16 or f16)."""
+    return family(cfg).states(cfg, dtype=dtype)
+
+
+def build(cfg: ModelConfig, tp: Any, *, dtype: str, device: str = "cpu") -> Model:
+    """An empty model for one rank of the group `tp`. Imports torch. Raises ConfigError where tp does not fit."""
+    chosen = family(cfg)
+    model: Model = getattr(importlib.import_module(chosen.module), chosen.name)(cfg, tp, dtype, device)
+    return model

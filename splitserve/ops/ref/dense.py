@@ -1,0 +1,43 @@
+"""The dense parts of a layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def embed(
+    tokens: torch.Tensor,  # [num_tokens] int64
+    table: torch.Tensor,  # [rows, hidden]: rows [first, first + rows) of the vocabulary
+    first: int = 0,
+) -> torch.Tensor:  # [num_tokens, hidden], zero for tokens of other shards
+    if first == 0 and table.shape[0] > 0 and tokens.numel() == 0:
+        return table.new_empty(0, table.shape[1])
+    local = tokens - first
+    ours = (local >= 0) & (local < table.shape[0])
+    return F.embedding(local.where(ours, 0), table) * ours[:, None]
+
+
+def linear(
+    x: torch.Tensor,  # [num_tokens, in]
+    weight: torch.Tensor,  # [out, in]
+    bias: torch.Tensor | None = None,  # [out]
+) -> torch.Tensor:  # [num_tokens, out]
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., size]
+    weight: torch.Tensor,  # [size]
+    eps: float,
+) -> torch.Tensor:  # [..., size]: x / sqrt(mean(x^2) + eps) * weight, the quotient in float32
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
+
+
+def swiglu(
+    gate_up: torch.Tensor,  # [..., 2 * ffn]: gate, then up
+) -> torch.Tensor:  # [..., ffn]: silu(gate) * up
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,102 @@
+"""Checkpoint tensors into a rank's parameters, cut while they are read.
+
+A rank holds its own part plus at most one stretch of one tensor: rows are read, converted and placed in stretches of
+`_STRETCH` elements. Every tensor is checked for its name and shape before the first byte is converted, and for
+finite numbers when it is (a flipped bit in a float's exponent is the damage one can see).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from splitserve.errors import WeightsError
+
+from .checkpoint import Checkpoint, Rows
+from .rules import IGNORED, Expanded, Placement
+
+_STRETCH = 8 << 20  # elements: 32 MB as float32
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""torch's types by our encoding names (StateSpec.encoding, EngineConfig.dtype)."""
+
+
+def load(
+    checkpoint: Checkpoint,
+    expanded: Expanded,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    interleaved: int = 0,
+    optional: Iterable[str] = (),
+    progress: Callable[[float], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read every placement. Returns parameters by name, contiguous, on `device`.
+
+    `interleaved` is the rotary head size where the file interleaves the rows of rotated tensors, else 0 (see `_halve`).
+    `optional` are names that may be in the file and are not wanted. Raises WeightsError naming the tensor and the file.
+    """
+    _check(checkpoint, expanded.placements, set(optional))
+    parameters = {n: torch.zeros(s, dtype=dtype, device=device) for n, s in expanded.shapes.items()}
+    total = sum(math.prod(p.shape) for p in expanded.placements.values())
+    done = 0
+    for name, placement in expanded.placements.items():
+        target = parameters[placement.parameter][placement.into]
+        _fill(target, checkpoint, name, placement, interleaved if placement.rotated else 0)
+        done += math.prod(placement.shape)
+        if progress:
+            progress(done / total)
+    return parameters
+
+
+def _check(checkpoint: Checkpoint, placements: Mapping[str, Placement], optional: set[str]) -> None:
+    names = set(checkpoint.names())
+    missing = sorted(placements.keys() - names)
+    if missing:
+        raise WeightsError(
+            f"{checkpoint.path} lacks tensor {missing[0]!r}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        )
+    for name, placement in placements.items():
+        if checkpoint.shape(name) != placement.shape:
+            raise WeightsError(
+                f"{checkpoint.file(name)}: tensor {name!r} has shape {list(checkpoint.shape(name))}, "
+                f"the configuration says {list(placement.shape)}"
+            )
+    for name in sorted(names - placements.keys() - optional):
+        if not any(re.fullmatch(pattern, name) for pattern in IGNORED):
+            raise WeightsError(
+                f"{checkpoint.file(name)} holds tensor {name!r}, which this model does not have"
+            )
+
+
+def _fill(target: torch.Tensor, checkpoint: Checkpoint, name: str, placement: Placement, head: int) -> None:
+    """Copy `cuts` of one tensor into `target`, a stretch of whole rows (of whole heads, when rotated) at a time."""
+    rows, inner = placement.cuts[0], tuple(slice(c.start, c.stop) for c in placement.cuts[1:])
+    unit = head or 1
+    step = max(unit, _STRETCH // max(math.prod(placement.shape[1:]), 1) // unit * unit)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        part = _tensor(checkpoint.read(name, start, stop))[(slice(None), *inner)]
+        if not torch.isfinite(part.sum(dtype=torch.float32)):
+            raise WeightsError(f"{checkpoint.file(name)}: tensor {name!r} holds NaN or infinity: corrupted")
+        target[start - rows.start : stop - rows.start] = _halve(part, head) if head else part
+
+
+def _tensor(rows: Rows) -> torch.Tensor:
+    array = rows.array if rows.array.flags.writeable else rows.array.copy()
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if rows.encoding == "bf16" else tensor
+
+
+def _halve(part: torch.Tensor, head: int) -> torch.Tensor:
+    """Rows of heads from interleaved order (0, h/2, 1, h/2 + 1, ...) back to halves (0, 1, ... | h/2, h/2 + 1, ...).
+
+    llama.cpp rotates neighbouring rows where Hugging Face rotates row i with row i + h/2; its converter reorders
+    the rows of q and k of the architecture "llama" to suit.
+    """
+    pairs = part.unflatten(0, (-1, head // 2, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)

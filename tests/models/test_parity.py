@@ -1,0 +1,94 @@
+"""Our logits against transformers', float32, for each family; and one text cut in any way against itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitserve.dist.group import SoloGroup
+from splitserve.models.read import read_config
+from splitserve.models.registry import build
+from splitserve.weights.locate import locate
+from tests.tiny import FAMILIES, DictStates, Text, make_forward, write_checkpoint
+
+PAGE = 16
+
+
+def load(path: Path, dtype: str = "f32", **changes: Any) -> Any:
+    source = locate(path)
+    cfg = read_config(source)
+    model = build(cfg, SoloGroup(), dtype=dtype)
+    model.load(source)
+    return model
+
+
+def states_of(model: Any, num_pages: int = 64, page_tokens: int = PAGE) -> DictStates:
+    cfg = model.cfg
+    return DictStates(
+        cfg.num_layers, num_pages, cfg.num_kv_heads, page_tokens, 2 * cfg.head_dim, dtype=model.dtype
+    )
+
+
+def text(length: int, *, vocab: int = 211, seed: int = 0, first_page: int = 1) -> Text:
+    draw = random.Random(seed)
+    count = -(-length // PAGE)
+    pages = list(range(first_page, first_page + count))
+    draw.shuffle(pages)
+    return Text([draw.randrange(vocab) for _ in range(length)], pages)
+
+
+def run(model: Any, states: DictStates, seq: Text, sizes: list[int]) -> torch.Tensor:
+    """Logits of all tokens of one text, computed in chunks of `sizes`."""
+    return torch.cat(
+        [
+            model.forward(make_forward([(seq, n)], states=states, tp=SoloGroup(), page_tokens=PAGE))
+            for n in sizes
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    reference = write_checkpoint(tmp_path, family)
+    model, seq = load(tmp_path), text(90)
+    with torch.no_grad():
+        expected = reference(torch.tensor([seq.tokens])).logits[0]
+    assert expected.std() > 0.3, "a flat model proves nothing"
+    torch.testing.assert_close(run(model, states_of(model), seq, [90]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3-moe"])
+@pytest.mark.parametrize("sizes", [[1] * 70, [33, 37], [16, 16, 16, 16, 6], [5, 1, 1, 62, 1]], ids=str)
+def test_chunks_equal_the_whole(family: str, sizes: list[int], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    model = load(tmp_path)
+    whole = run(model, states_of(model), text(70), [70])
+    torch.testing.assert_close(run(model, states_of(model), text(70), sizes), whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_mixed_step_equals_each_alone(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    model = load(tmp_path)
+    lengths = [40, 17, 64, 49]
+    alone = []
+    for i, n in enumerate(lengths):
+        alone.append(run(model, states_of(model), text(n, seed=i), [n]))
+    states = states_of(model)
+    seqs = [text(n, seed=i, first_page=1 + 10 * i) for i, n in enumerate(lengths)]
+    for seq, n in zip(seqs, (39, 16, 30, 20), strict=True):
+        run(model, states, seq, [n])
+    # two decode, one continues a chunk across pages, one ends its prompt
+    step = make_forward(
+        [(seqs[0], 1), (seqs[1], 1), (seqs[2], 20), (seqs[3], 29)],
+        states=states,
+        tp=SoloGroup(),
+        page_tokens=PAGE,
+    )
+    logits = model.forward(step)
+    expected = torch.cat([alone[0][39:40], alone[1][16:17], alone[2][30:50], alone[3][20:49]])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

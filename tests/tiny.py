@@ -1,0 +1,180 @@
+"""Tiny random checkpoints on disk, made by transformers, and what else tests of the model share.
+
+Weights are drawn with a large scale, so that attention is far from uniform and a wrong mask or angle shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from splitserve.layers.forward import Forward, Group
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied-bias": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama3": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def write_checkpoint(
+    path: Path,
+    family: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shard: str = "5GB",
+    **changes: Any,
+) -> Any:
+    """A random model of `family` saved at `path` as safetensors; returns the transformers model, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**SIZES, **FAMILIES[family], **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            scale = weight.shape[-1] ** -0.5
+            weight.copy_(
+                1 + 0.1 * torch.randn_like(weight)
+                if "norm" in name
+                else 1.5 * scale * torch.randn_like(weight)
+            )
+    model.to(dtype).save_pretrained(path, max_shard_size=shard)
+    return model.float()
+
+
+class DictStates:
+    """States of one rank without a pool: one tensor a layer, filled with NaN so that a row nobody wrote shows."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        kv_heads: int,
+        page_tokens: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layers = torch.full(
+            (num_pages, kv_heads, num_layers, page_tokens, width), float("nan"), dtype=dtype
+        )
+
+    def view(self, name: str, layer: int) -> torch.Tensor:
+        assert name == "kv"
+        return self._layers[:, :, layer]
+
+
+@dataclass
+class Text:
+    """One request of a test: its tokens, how many have state, and its pages."""
+
+    tokens: list[int]
+    pages: list[int]
+    done: int = 0
+
+
+def make_forward(
+    chunks: Sequence[tuple[Text, int]],
+    *,
+    states: Any,
+    tp: Group,
+    page_tokens: int,
+    all_rows: bool = True,
+    **kwargs: Any,
+) -> Forward:
+    """A step that computes the next n tokens of each (sequence, n); advances the sequences. One-token chunks first."""
+    chunks = sorted(chunks, key=lambda c: c[1] != 1)
+    tokens, positions, page, row, last = [], [], [], [], []
+    for seq, n in chunks:
+        for t in range(seq.done, seq.done + n):
+            tokens.append(seq.tokens[t])
+            positions.append(t)
+            page.append(seq.pages[t // page_tokens])
+            row.append(t % page_tokens)
+        seq.done += n
+        last.append(len(tokens) - 1)
+    q_lens = tuple(n for _, n in chunks)
+    width = max(len(s.pages) for s, _ in chunks)
+    return Forward(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        logit_rows=torch.arange(len(tokens)) if all_rows else torch.tensor(last),
+        q_start=torch.tensor([0, *q_lens]).cumsum(0),
+        q_lens=q_lens,
+        kv_lens=tuple(s.done for s, _ in chunks),
+        num_decode=sum(n == 1 for n in q_lens),
+        pages=torch.tensor([s.pages + [0] * (width - len(s.pages)) for s, _ in chunks]),
+        slots=torch.empty(0, dtype=torch.int64),
+        write_page=torch.tensor(page),
+        write_row=torch.tensor(row),
+        page_tokens=page_tokens,
+        states=states,
+        tp=tp,
+        **kwargs,
+    )
