@@ -52,3 +52,14 @@ def fill(words: tuple[str, ...], ports: Ports) -> tuple[str, ...]:
             raise InvariantError(f"no port chosen for {word}")
         filled.append(word)
     return tuple(filled)
+
+
+def reach(host: str) -> str:
+    """The address at which this host reaches a server bound to `host`."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def url(host: str, port: int | str) -> str:
+    """What a client on this host writes to reach a server bound to `host`."""
+    name = reach(host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from splitserve.config import EngineConfig, TransferConfig
 from splitserve.errors import ConfigError
-from splitserve.launch.commands import port_mark, to_flags
+from splitserve.launch.commands import port_mark, reach, to_flags, url
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.topology import Core, Topology
 from splitserve.types import Role
@@ -193,7 +193,7 @@ def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[
 
 
 def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]) -> ProcSpec:
-    server, transfer = deployment.server, _allow(deployment.transfer, _reach(deployment.server.host))
+    server, transfer = deployment.server, _allow(deployment.transfer, reach(deployment.server.host))
     ports = [PortWish("http", server.host, server.port + engine.index if server.port else 0)]
     words = [
         "serve",
@@ -235,15 +235,14 @@ def _router_spec(
     router = deployment.router
     words = [_ROUTER, *to_flags(router, skip=("port",)), "--port", port_mark(_ROUTER, "http")]
     for e in engines:
-        host = _reach(deployment.server.host)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port_mark(e.name, 'http')}"
+        at = url(deployment.server.host, port_mark(e.name, "http"))
         match e.role:
             case Role.PREFILL:
-                words += ["--prefill", f"{url},{port_mark(e.name, 'bootstrap')}"]
+                words += ["--prefill", f"{at},{port_mark(e.name, 'bootstrap')}"]
             case Role.DECODE:
-                words += ["--decode", url]
+                words += ["--decode", at]
             case Role.UNIFIED:
-                words += ["--worker", url]
+                words += ["--worker", at]
     floating = (
         f"cpus {_list(front)}: no engine computes there"
         if own
@@ -265,11 +264,6 @@ def _router_spec(
             "starts when every engine is ready, since it is ready only after a token through each pair",
         ),
     )
-
-
-def _reach(host: str) -> str:
-    """The address at which this host reaches a server bound to `host`."""
-    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _allow(transfer: TransferConfig, host: str) -> TransferConfig:

@@ -45,7 +45,8 @@ class Claims:
         raise PortTaken(
             f"port {port} on {host}, wanted for {name}, is taken",
             field="port",
-            fix=f"stop what is there (`ss -ltnp 'sport = :{port}'`), or let one be chosen: --set {_section(name)}.port=0",
+            fix=f"stop what is there (`ss -ltnp 'sport = :{port}'`), or let a free one be chosen: "
+            f"--set {_section(name)}.port=0",
         )
 
     def claim_all(self, specs: Sequence[ProcSpec]) -> dict[str, int]:

@@ -1,0 +1,290 @@
+"""`up`, `down`, `status`, `logs`, `restart`: everything about one deployment file and its run directory."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from splitserve.cli import complain, report
+from splitserve.errors import ConfigError, PeerLost, RequestError
+from splitserve.launch import control, placement, topology
+from splitserve.launch import logs as log_files
+from splitserve.launch.commands import fill
+from splitserve.launch.deployment import Deployment, load
+from splitserve.launch.identity import Identity
+from splitserve.launch.placement import ProcSpec
+from splitserve.launch.ports import Claims
+from splitserve.launch.rundir import RunDir, names
+from splitserve.launch.supervisor import Outcome, Supervisor
+
+FOLLOW_PAUSE_S = 0.2
+
+
+def up(args: argparse.Namespace) -> int:
+    """Start a deployment and stay with it, or (--detach) return once it is ready."""
+    deployment = load(args.file, overrides=args.set)
+    if args.detach:
+        return _detach(args, deployment)
+    specs = placement.place(topology.read(), deployment)
+    if args.dry_run:
+        return _dry_run(args, deployment, specs)
+    run_dir = RunDir(deployment.name)
+    run_dir.acquire()
+    code = 1
+    try:
+        with Claims() as claims:
+            ports = claims.claim_all(specs)
+            if args.detached:  # all that a person can get wrong has been said by now
+                _write_errors_to(run_dir.log("supervisor"))
+            outcome = _supervise(args, deployment, specs, run_dir, ports)
+        code = outcome.code
+    finally:
+        run_dir.release(keep_logs=code in (1, 2))
+    return _say_outcome(args, outcome)
+
+
+def down(args: argparse.Namespace) -> int:
+    """Stop a deployment and wait until every process of it is gone."""
+    run_dir = _find(args.name, missing_ok=True)
+    if run_dir is None:
+        _print(
+            args, {"stopped": None}, [f"nothing is up{f' under the name {args.name}' if args.name else ''}"]
+        )
+        return 0
+    state = _state_of(run_dir)
+    supervisor = Identity(state["supervisor"]["pid"], state["supervisor"]["start"])
+    control.ask(run_dir.control, {"op": "stop", "kill": args.kill})
+    if not supervisor.wait_gone(state["stop_within_s"] + 10.0):
+        raise PeerLost(
+            f"supervisor pid {supervisor.pid} of {run_dir.name} does not stop",
+            fix=f"splitserve down {run_dir.name} --kill, or kill -9 {supervisor.pid} and then splitserve status",
+        )
+    _print(args, {"stopped": run_dir.name}, [f"stopped {run_dir.name}: every process is gone"])
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show what is up. Exit code 1 where nothing is, or something in it is not ready."""
+    states, lines = [], []
+    for name in [args.name] if args.name else names():
+        run_dir = RunDir(name)
+        for gone in run_dir.clean():
+            lines.append(f"{name}: its supervisor had died; ended {gone}")
+        if run_dir.running():
+            states.append(_state_of(run_dir))
+    for state in states:
+        age = time.time() - state["since"]
+        lines += [
+            f"{state['name']}: {state['overall']} for {_duration(age)}, {state['url']}",
+            *report.table(state),
+            "",
+        ]
+    if not states:
+        lines.append(f"nothing is up{f' under the name {args.name}' if args.name else ''}")
+    _print(args, {"deployments": states}, lines)
+    return 0 if states and all(s["overall"] == "up" for s in states) else 1
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print the last lines of the logs; with --follow go on until the deployment stops."""
+    if not args.lines.isdigit():
+        raise ConfigError(f"--lines {args.lines}: not a number", field="lines", fix="for example -n 100")
+    run_dir = _find(args.name, with_logs=True)
+    assert run_dir is not None
+    paths = [p for p in sorted(run_dir.logs.glob("*.log")) if args.process in ("", p.stem)]
+    if not paths:
+        have = ", ".join(p.stem for p in sorted(run_dir.logs.glob("*.log")))
+        raise RequestError(
+            f"{run_dir.name} has no process {args.process!r}", field="process", fix=f"one of {have}"
+        )
+    followers = {p.stem: log_files.Follower(p) for p in paths}
+    for path in paths:
+        _print_log(args, path.stem, log_files.tail(path, int(args.lines)))
+    while args.follow and run_dir.running():
+        time.sleep(FOLLOW_PAUSE_S)
+        for process, follower in followers.items():
+            _print_log(args, process, list(follower.new_lines()))
+    return 0
+
+
+def restart(args: argparse.Namespace) -> int:
+    """Stop one process and start it again."""
+    run_dir = _find(args.name)
+    assert run_dir is not None
+    answer = control.ask(run_dir.control, {"op": "restart", "name": args.process})
+    if not answer.get("ok"):
+        raise RequestError(str(answer.get("error")), fix=answer.get("fix"))
+    _print(args, answer, [f"{args.process} of {run_dir.name} is being restarted; see `splitserve status`"])
+    return 0
+
+
+# ------------------------------------------------------------------ up
+
+
+def _supervise(
+    args: argparse.Namespace,
+    deployment: Deployment,
+    specs: list[ProcSpec],
+    run_dir: RunDir,
+    ports: dict[str, int],
+) -> Outcome:
+    shown = report.choose(as_json=args.json)
+
+    def tell(event: dict[str, Any]) -> None:
+        shown(event)
+        if event["event"] == "up" and not args.json:
+            print("\n".join(_welcome(event["state"])), flush=True)
+
+    try:
+        supervisor = Supervisor(
+            deployment, specs, run_dir=run_dir, ports=ports, report=tell, command=args.program
+        )
+        return asyncio.run(supervisor.run())
+    finally:
+        shown.close()
+
+
+def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
+    """Start `up` again in a session of its own and show what it reports until it is up or has failed."""
+    words = [*args.program, "up", args.file, "--json", "--detached"]
+    words += [word for text in args.set for word in ("--set", text)]
+    shown = report.choose(as_json=args.json)
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    assert child.stdout is not None
+    heard, ended = False, dict[str, Any]()
+    try:
+        for line in child.stdout:
+            event, heard = json.loads(line), True
+            if event["event"] == "outcome":
+                ended = event
+                continue
+            shown(event)
+            if event["event"] == "up":
+                shown.close()
+                if not args.json:
+                    print(
+                        "\n".join(
+                            [*_welcome(event["state"]), f"stop it with: splitserve down {deployment.name}"]
+                        )
+                    )
+                return 0
+    except KeyboardInterrupt:
+        child.terminate()
+        child.wait(deployment.config.drain_s + 2 * deployment.config.kill_after_s + 10)
+        return 130
+    finally:
+        shown.close()
+        child.stdout.close()
+    code = child.wait()
+    if not ended and heard:
+        return complain(
+            "the supervisor ended without a word", f"see {RunDir(deployment.name).log('supervisor')}", code=1
+        )
+    if ended:
+        return _say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
+    return code or 1  # it has told why on stderr, which was ours until then
+
+
+def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec]) -> int:
+    from splitserve.config import explain
+
+    lines = [
+        "settings that are not defaults:",
+        *(f"  {line}" for line in explain(list(deployment.settings), only_set=True)),
+    ]
+    lines += ["", "placement:", *(f"  {line}" for line in placement.explain(specs)), "", "commands:"]
+    shown = {f"{s.name}.{w.key}": w.port for s in specs for w in s.ports if w.port}
+    for spec in specs:
+        marks = {f"{s.name}.{w.key}": shown.get(f"{s.name}.{w.key}", 0) for s in specs for w in s.ports}
+        lines.append(f"  splitserve {' '.join(fill(spec.argv, marks))}")
+    lines.append("  (port 0 stands for one that is free when it starts)")
+    _print(args, {"name": deployment.name, "processes": [s.to_dict() for s in specs]}, lines)
+    return 0
+
+
+def _welcome(state: dict[str, Any]) -> list[str]:
+    url = state["url"]
+    return [
+        "",
+        *report.table(state),
+        "",
+        f"OpenAI API: {url}/v1    ready: {url}/ready    metrics: {url}/metrics",
+    ]
+
+
+def _say_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
+    if args.json:
+        report.JsonReport()({"event": "outcome", "name": "", "text": outcome.why, **outcome.to_dict()})
+    if outcome.code not in (1, 2):
+        return outcome.code
+    for line in outcome.tail:
+        print(f"  | {line}", file=sys.stderr)
+    fix = f"the whole log: {outcome.log}" if outcome.log else None
+    return complain(outcome.why, fix, code=outcome.code)
+
+
+def _write_errors_to(path: Any) -> None:
+    """From here on nobody watches stderr."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+# ------------------------------------------------------------------ finding one
+
+
+def _find(name: str, *, with_logs: bool = False, missing_ok: bool = False) -> RunDir | None:
+    """The deployment of this name, or the only one. PeerLost where there is none, ConfigError for several."""
+    found = []
+    for each in [name] if name else names():
+        run_dir = RunDir(each)
+        run_dir.clean() if not with_logs else None
+        if run_dir.running() or (with_logs and run_dir.logs.is_dir()):
+            found.append(run_dir)
+    if len(found) > 1:
+        running = [r for r in found if r.running()]
+        found = running if len(running) == 1 else found
+    if len(found) > 1:
+        have = ", ".join(r.name for r in found)
+        raise ConfigError(f"{len(found)} deployments: {have}", field="name", fix="name the one that is meant")
+    if found or missing_ok:
+        return found[0] if found else None
+    raise PeerLost(
+        f"no deployment{f' {name!r}' if name else ''} is up", fix="start one: splitserve up deploy/demo.toml"
+    )
+
+
+def _state_of(run_dir: RunDir) -> dict[str, Any]:
+    """The state from the supervisor itself, or, while it is too busy starting to answer, from its file."""
+    answer = control.ask(run_dir.control, {"op": "status"})
+    if not answer.get("ok"):
+        raise PeerLost(f"{run_dir.name}: {answer.get('error')}", fix=answer.get("fix"))
+    state: dict[str, Any] = answer["state"]
+    return state
+
+
+# ------------------------------------------------------------------ printing
+
+
+def _print(args: argparse.Namespace, body: dict[str, Any], lines: list[str]) -> None:
+    print(json.dumps(body) if args.json else "\n".join(lines).rstrip())
+
+
+def _print_log(args: argparse.Namespace, process: str, lines: list[str]) -> None:
+    for line in lines:
+        print(
+            json.dumps({"process": process, "line": line}) if args.json else f"{process:<12} | {line}",
+            flush=True,
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m} min" if hours else f"{m} min {s} s" if m else f"{s} s"

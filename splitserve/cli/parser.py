@@ -1,0 +1,184 @@
+"""The words that `splitserve` understands. Each command's own code is imported when the command is run."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from splitserve import __version__
+from splitserve.errors import ConfigError
+
+_EPILOG = """start here:
+  splitserve up deploy/demo.toml     one prefill engine, one decode engine, and the router on 127.0.0.1:8000
+  splitserve verify                  prove that the state crosses, and that nothing changes by it
+  splitserve down                    stop it
+
+exit codes: 0 done, 1 it ran and failed, 2 wrong input or configuration, 130 Ctrl-C
+"""
+
+Run = Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}", fix=f"see `{self.prog} --help`")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Namespace with `run`, the function of the chosen command. ConfigError for words that make no command."""
+    chosen = argv[0] if argv else ""
+    if chosen and not chosen.startswith("-") and chosen not in _COMMANDS:
+        near = difflib.get_close_matches(chosen, _COMMANDS, n=1)
+        fix = f"did you mean `splitserve {near[0]}`?" if near else f"commands are: {', '.join(_COMMANDS)}"
+        raise ConfigError(f"splitserve has no command {chosen!r}", fix=fix)
+    parser = _Parser(
+        prog="splitserve",
+        description="Serve a language model with prefill and decode apart, and prove that the state crossed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"splitserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser, required=True)
+    for name, (text, module, describe) in _COMMANDS.items():
+        own = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, add_help=name not in _OWN_WORDS
+        )
+        own.set_defaults(run=_later(module, name))
+        if name in (chosen, ""):
+            describe(own)
+    if chosen in _OWN_WORDS:
+        args = parser.parse_args([chosen])
+        args.words = list(argv[1:])
+        return args
+    return parser.parse_args(argv)
+
+
+def _later(module: str, name: str) -> Run:
+    """The function `name` of `module`, imported at the call: `--help` needs none of them."""
+
+    def run(args: argparse.Namespace) -> int:
+        code: int = getattr(importlib.import_module(module), name)(args)
+        return code
+
+    return run
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def _name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", default="", metavar="NAME", help="deployment; default: the one that is up"
+    )
+
+
+def _up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="deployment file, for example deploy/demo.toml")
+    parser.add_argument(
+        "--detach", "-d", action="store_true", help="return when ready; it goes on in the background"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and why")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change a setting; may be repeated",
+    )
+    parser.add_argument(
+        "--detached", action="store_true", help=argparse.SUPPRESS
+    )  # the other half of --detach
+    _json(parser)
+
+
+def _down(parser: argparse.ArgumentParser) -> None:
+    _name(parser)
+    parser.add_argument("--kill", action="store_true", help="do not wait for running requests")
+    _json(parser)
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    _name(parser)
+    _json(parser)
+
+
+def _logs(parser: argparse.ArgumentParser) -> None:
+    _name(parser)
+    parser.add_argument(
+        "process", nargs="?", default="", metavar="PROCESS", help="for example decode-0; default: all"
+    )
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until it stops")
+    parser.add_argument("--lines", "-n", default="50", metavar="N", help="last lines of each (default: 50)")
+    _json(parser)
+
+
+def _restart(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("process", metavar="PROCESS", help="for example decode-0")
+    _name(parser)
+    _json(parser)
+
+
+def _child(parser: argparse.ArgumentParser) -> None:
+    """What a supervisor adds to the command lines of its children."""
+    parser.add_argument("--alive-fd", type=int, help=argparse.SUPPRESS)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    from splitserve.cli import flags
+    from splitserve.config import EngineConfig, ServerConfig, TransferConfig
+
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, .gguf file, or smollm2-135m")
+    flags.add(parser, EngineConfig, "engine", skip=("model",))
+    flags.add(parser, TransferConfig, "transfer")
+    flags.add(parser, ServerConfig, "server")
+    parser.add_argument(
+        "--run-dir", default="", metavar="DIR", help="where its sockets go; default: a fresh one"
+    )
+    parser.add_argument(
+        "--control", default="", metavar="SOCKET", help="supervisor to ask when a peer must be fenced"
+    )
+    _child(parser)
+
+
+def _router(parser: argparse.ArgumentParser) -> None:
+    from splitserve.cli import flags
+    from splitserve.config import RouterConfig
+
+    text = "prefill engine and its rendezvous port; may be repeated"
+    parser.add_argument("--prefill", action="append", default=[], metavar="URL[,PORT]", help=text)
+    parser.add_argument(
+        "--decode", action="append", default=[], metavar="URL", help="decode engine; may be repeated"
+    )
+    parser.add_argument(
+        "--worker", action="append", default=[], metavar="URL", help="unified engine; may be repeated"
+    )
+    flags.add(parser, RouterConfig, "router")
+    _child(parser)
+
+
+def _words(parser: argparse.ArgumentParser) -> None:
+    """Nothing: the part reads its own words, `--help` too."""
+
+
+_OWN_WORDS = ("verify", "bench")
+
+_DEPLOY, _SERVE, _MACHINE = "splitserve.cli.deploy", "splitserve.cli.serve", "splitserve.cli.machine"
+_COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "up": ("start a deployment", _DEPLOY, _up),
+    "down": ("stop a deployment", _DEPLOY, _down),
+    "status": ("what is up, where, and how it does", _DEPLOY, _status),
+    "logs": ("what the processes wrote", _DEPLOY, _logs),
+    "restart": ("restart one process of a deployment", _DEPLOY, _restart),
+    "serve": ("one engine behind HTTP", _SERVE, _serve),
+    "router": ("one address in front of engines", _SERVE, _router),
+    "verify": ("prove that split and unified answer alike", _SERVE, _words),
+    "bench": ("measure a server", _SERVE, _words),
+    "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
+    "doctor": ("check that everything needed is here", _MACHINE, _json),
+    "version": ("print the version", _MACHINE, _json),
+}

@@ -1,0 +1,163 @@
+"""Child processes: start one, read its JSON lines, and make sure that nothing of it outlives it. Decides nothing.
+
+Each child leads its own process group (a Ctrl-C at the terminal reaches the supervisor only, and one signal reaches a
+server with its ranks). It inherits the read end of the alive pipe: when the supervisor dies in any way, that pipe ends
+and the child leaves. stdout carries JSON lines, stderr goes to the log file directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import ConfigError
+from splitserve.launch.identity import Identity
+
+_MAX_LINE = 1 << 16
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class AlivePipe:
+    """A pipe that nobody writes to: its end tells every reader that this process is gone."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class Running:
+    """One child from start to exit."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        found = Identity.of(popen.pid)
+        assert found is not None, "a child that is not reaped keeps its pid"
+        self.identity = found
+        self.popen = popen
+        self.log = log
+        self.ended = False
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def signal(self, number: int) -> None:
+        """To the whole group. Nothing happens if it is gone: its exit is then on its way to us."""
+        if self.ended:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    def reap(self) -> int:
+        """Kill what is left of the group, then collect the exit code. Only once the leader has exited.
+
+        In this order because the zombie leader keeps the group's number from being given to somebody else.
+        """
+        self.signal(signal.SIGKILL)
+        self.ended = True
+        return self.popen.wait()
+
+    async def read_lines(self, on_message: Callable[[dict[str, Any]], None]) -> None:
+        """Pass on each JSON object of stdout until it ends; anything else printed there goes to the log."""
+        assert self.popen.stdout is not None
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_MAX_LINE)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self.popen.stdout
+        )
+        try:
+            while True:
+                try:
+                    line = await reader.readline()
+                except ValueError:  # longer than _MAX_LINE: no message of ours
+                    continue
+                if not line:
+                    return
+                message = _parse(line)
+                if message is None:
+                    with self.log.open("ab") as log:
+                        log.write(line)
+                else:
+                    on_message(message)
+        finally:
+            transport.close()
+
+
+def start(
+    words: tuple[str, ...],
+    log: Path,
+    *,
+    alive: AlivePipe,
+    cpus: tuple[int, ...],
+    env: Mapping[str, str],
+    command: tuple[str, ...],
+) -> Running:
+    """Start `command` + `words` on `cpus`. ConfigError where the system refuses a process."""
+    line = [*command, *words, "--alive-fd", str(alive.reader)]
+    with log.open("ab") as stderr:
+        stderr.write(f"$ {' '.join(line)}\n".encode())
+        stderr.flush()
+        try:
+            popen = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                process_group=0,
+                pass_fds=(alive.reader,),
+                env=dict(env),
+            )
+        except OSError as e:
+            raise ConfigError(f"cannot start {line[0]}: {e.strerror}", fix="see `splitserve doctor`") from e
+    # Still one thread here, so that every thread it will ever have inherits this.
+    os.sched_setaffinity(popen.pid, cpus)
+    return Running(popen, log)
+
+
+def child_env(extra: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child: ours, without settings that the supervisor has resolved into flags already."""
+    kept = {k: v for k, v in environ.items() if not (k.startswith("SPLITSERVE_") and k != "SPLITSERVE_DEBUG")}
+    return {**kept, **extra}
+
+
+def adopt_orphans() -> None:
+    """Make ranks whose server died children of this process, so that they can be reaped here and not nowhere."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def exited(known: Mapping[int, str]) -> list[str]:
+    """Names of known children that have exited (not reaped yet); reaps adopted orphans on the way."""
+    found = []
+    for pid, name in known.items():
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                found.append(name)
+        except ChildProcessError:
+            continue
+    while True:
+        try:
+            zombie = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return found
+        if zombie is None or zombie.si_pid in known:
+            return found
+        os.waitpid(zombie.si_pid, 0)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

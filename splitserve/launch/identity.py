@@ -1,0 +1,101 @@
+"""Which process is meant: a pid and the clock tick it started at, so that a reused pid is never mistaken for it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process of this boot. `start` is in clock ticks since boot, as in /proc/PID/stat."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """Who has this pid now; None if nobody."""
+        fields = _stat(pid)
+        return cls(pid, int(fields[19])) if fields else None
+
+    @property
+    def exists(self) -> bool:
+        """True while the process runs or is a zombie not yet reaped."""
+        return Identity.of(self.pid) == self
+
+    @property
+    def alive(self) -> bool:
+        """True while it can still touch memory: a zombie cannot."""
+        fields = _stat(self.pid)
+        return bool(fields) and int(fields[19]) == self.start and fields[0] not in ("Z", "X")
+
+    def kill_group(self) -> list[int]:
+        """SIGKILL to the process group that this process leads or led; the pids that were in it.
+
+        A leader that is gone may leave members behind (its pid stays taken while the group lives). They are killed one
+        by one, and only if their command line is ours, in case the number went to a stranger's group meanwhile.
+        """
+        led = self.exists
+        members = [pid for pid in _pids() if _group_of(pid) == self.pid]
+        for pid in members:
+            if led or b"splitserve" in _bytes(f"/proc/{pid}/cmdline"):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        return members
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """True once it no longer runs; False when `timeout_s` is over first."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not self.alive:
+                return True
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            return bool(poller.poll(timeout_s * 1000)) or not self.alive
+        finally:
+            os.close(fd)
+
+
+def boot_id() -> str:
+    """Differs after every boot of this kernel: pids and ticks of another boot mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def parent_of(pid: int) -> int:
+    """The parent's pid, 0 if the process is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _group_of(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[2]) if fields else -1
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on (state, ppid, ...): the name before them may hold spaces."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 1 :].split()

@@ -1,0 +1,62 @@
+"""Log files of children: bounded in size, readable from the end. Children append to them directly.
+
+A child writes to its file without the supervisor between them, so the last words of a crash are kept even when the
+supervisor is gone. `bound` cuts a file in place (copy, then truncate), which is safe because all writers append.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def bound(path: Path, max_bytes: int) -> bool:
+    """Cut a log that has grown past `max_bytes`: its later half moves to PATH.1. True if it was cut.
+
+    Lines written between the copy and the cut are lost; that is a few in every `max_bytes`.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return False
+    if size <= max_bytes:
+        return False
+    with path.open("rb+") as log:
+        log.seek(size - max_bytes // 2)
+        log.readline()
+        path.with_name(path.name + ".1").write_bytes(log.read())
+        log.truncate(0)
+    return True
+
+
+def tail(path: Path, lines: int, *, max_bytes: int = 64 * 1024) -> list[str]:
+    """The last `lines` lines, [] where there is no such file."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - max_bytes))
+            return log.read().decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+
+
+class Follower:
+    """Yields what is appended to a log from now on, across cuts. The caller decides when to look again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+
+    def new_lines(self) -> Iterator[str]:
+        try:
+            with self._path.open("rb") as log:
+                if os.fstat(log.fileno()).st_size < self._at:
+                    self._at = 0
+                log.seek(self._at)
+                chunk = log.read()
+        except FileNotFoundError:
+            return
+        self._at += len(chunk)
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)

@@ -1,0 +1,212 @@
+"""The run directory of a deployment: what it keeps on disk while it runs, and how the next command cleans up after it.
+
+    $XDG_RUNTIME_DIR/splitserve/  or  /tmp/splitserve-UID/      0700, ours
+      NAME/                       0700
+        lock                      flock held by the supervisor for life: free means it is dead
+        state.json                pids with start ticks, ports, urls; replaced whole
+        control.sock              0600
+        logs/NAME.log, NAME.log.1
+        PROCESS/                  for a child's own sockets
+
+A supervisor that was killed leaves this behind; `clean` ends what is left of its processes (by pid and start tick) and
+removes it. Starts nothing and talks to nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import ConfigError
+from splitserve.launch.identity import Identity, boot_id
+
+_SOCKET_PATH_MAX = 107
+"""Longest path of a Unix socket on Linux (108 with the closing zero)."""
+
+
+def root() -> Path:
+    """Where this user's run directories are; made if missing. ConfigError where somebody else owns the place."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = (
+        Path(base) / "splitserve" if base and os.path.isdir(base) else Path(f"/tmp/splitserve-{os.getuid()}")
+    )
+    return _own(path)
+
+
+def names(where: Path | None = None) -> list[str]:
+    """Deployments with a run directory, running or not."""
+    return sorted(p.name for p in (where or root()).iterdir() if p.is_dir())
+
+
+def _own(path: Path) -> Path:
+    """Make a directory of mode 0700, or accept one that is ours and closed to others."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{path} exists and is not a directory of yours that others cannot enter",
+                fix=f"remove it, or set XDG_RUNTIME_DIR to a directory of your own; then try again ({path})",
+            ) from None
+    except OSError as e:
+        raise ConfigError(
+            f"cannot make {path}: {e.strerror}", fix="set XDG_RUNTIME_DIR to a writable directory"
+        ) from e
+    return path
+
+
+class RunDir:
+    """One deployment's directory. The supervisor takes it (`acquire`) and removes it; other commands only look."""
+
+    def __init__(self, name: str, *, where: Path | None = None) -> None:
+        self.name = name
+        self.path = (where or root()) / name
+        self._lock: int | None = None
+        self._ended: list[str] = []
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control.sock"
+
+    def log(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+    def acquire(self) -> None:
+        """Take the directory for this process's life, after cleaning what a dead supervisor left.
+
+        ConfigError where a supervisor of this name is running, or where the path is too long for a socket.
+        """
+        if len(os.fsencode(self.control)) > _SOCKET_PATH_MAX:
+            raise ConfigError(
+                f"{self.control} is longer than the {_SOCKET_PATH_MAX} bytes a socket path may have",
+                fix="choose a shorter [deployment] name or XDG_RUNTIME_DIR",
+            )
+        while self._lock is None:
+            _own(self.path)
+            self._lock = self._try_lock()
+        self._end_leftovers()
+        self._remove_contents()
+        self.logs.mkdir(mode=0o700)
+
+    def running(self) -> bool:
+        """True while a supervisor holds the lock."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(fd)
+
+    def clean(self) -> list[str]:
+        """Remove what a dead supervisor left; [] if one is running or nothing is there. Says what was ended."""
+        if not self.path.is_dir() or self.running():
+            return []
+        try:
+            self.acquire()
+        except ConfigError:  # one has just come up under this name
+            return []
+        ended = self._ended
+        self.release()
+        return ended
+
+    def release(self, *, keep_logs: bool = False) -> None:
+        """Remove the directory (but for the logs, if asked) and give the name back."""
+        if self._lock is None:
+            return
+        if keep_logs:
+            for entry in self.path.iterdir():
+                if entry.name not in ("logs", "lock"):
+                    _remove(entry)
+            (self.path / "lock").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replace state.json in one step, so that a reader never sees half of it."""
+        temporary = self.path / "state.json.new"
+        temporary.write_text(json.dumps({"boot": boot_id(), **state}, indent=1))
+        temporary.rename(self.path / "state.json")
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What the supervisor last wrote, None if there is nothing readable."""
+        try:
+            state = json.loads((self.path / "state.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) else None
+
+    def _try_lock(self) -> int | None:
+        """The lock's descriptor, or None if the directory was removed under us and must be made again."""
+        lock = self.path / "lock"
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == os.stat(lock).st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            os.close(fd)
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            state = self.read_state() or {}
+            pid = state.get("supervisor", {}).get("pid", "?")
+            raise ConfigError(
+                f"deployment {self.name!r} is already up (supervisor pid {pid})",
+                field="name",
+                fix=f"stop it with `splitserve down {self.name}`, or start this one under another name: "
+                "--set deployment.name=OTHER",
+            ) from None
+        os.close(fd)
+        return None
+
+    def _end_leftovers(self) -> None:
+        """Kill the process groups that a dead supervisor's state names and that are still the same processes."""
+        state = self.read_state() or {}
+        self._ended = []
+        if state.get("boot") != boot_id():
+            return
+        left = [
+            (str(p.get("name")), Identity(int(p["pid"]), int(p["start"])))
+            for p in state.get("processes", [])
+            if p.get("pid") and p.get("start")
+        ]
+        for name, who in left:
+            if members := who.kill_group():
+                self._ended.append(f"{name} (pid {', '.join(map(str, members))})")
+        for _, who in left:
+            who.wait_gone(5.0)
+
+    def _remove_contents(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.name != "lock":
+                _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,323 @@
+"""The supervisor: an event loop that does what Lifecycle decides. One per deployment, in the foreground or detached.
+
+    signals, SIGCHLD ─┐                          ┌─▶ start, signal and reap children (children.py)
+    children's lines ─┼─▶ event ─▶ Lifecycle ─▶ actions ─▶ ask the router's /ready
+    control socket ───┤           (pure)         ├─▶ state.json
+    timer ────────────┘                          └─▶ report to whoever watches
+
+It decides nothing about when to start, restart or stop, serves no request and holds no model. The ports stay held and
+the alive pipe open for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import ConfigError, RequestError
+from splitserve.launch import children, control, logs, probe
+from splitserve.launch.commands import fill, url
+from splitserve.launch.deployment import Deployment
+from splitserve.launch.fence import fence
+from splitserve.launch.identity import Identity
+from splitserve.launch.lifecycle import (
+    Action,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Lifecycle,
+    Line,
+    Overall,
+    Probe,
+    Probed,
+    Restart,
+    Signal,
+    Spawn,
+    Stop,
+    Tell,
+    Tick,
+)
+from splitserve.launch.placement import ProcSpec
+from splitserve.launch.rundir import RunDir
+
+Report = Callable[[dict[str, Any]], None]
+"""Called with {"event": kind, ...}: kinds of Tell, with "done" where loading and "url" where ready or up."""
+
+LOG_CHECK_S = 1.0
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended: the exit code, why, and the last words of the process at fault."""
+
+    code: int
+    why: str
+    log: str = ""
+    tail: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Supervisor:
+    """Runs one placed deployment. `run()` returns when every process is gone.
+
+    `command` begins every child's command line: the `splitserve` program, or what stands in for it in a test.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        specs: Sequence[ProcSpec],
+        *,
+        run_dir: RunDir,
+        ports: Mapping[str, int],
+        report: Report,
+        command: tuple[str, ...],
+    ) -> None:
+        self._deployment = deployment
+        self._specs = {spec.name: spec for spec in specs}
+        self._run_dir = run_dir
+        self._ports = dict(ports)
+        self._report = report
+        self._command = command
+        self._lifecycle = Lifecycle([(s.name, s.role, s.stage) for s in specs], deployment.config)
+        self._running: dict[str, children.Running] = {}
+        self._alive = children.AlivePipe()
+        self._events: deque[Event] = deque()
+        self._finished: asyncio.Future[int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_dead: Path | None = None
+        self._since = time.time()
+
+    @property
+    def url(self) -> str:
+        """The router's address, as a client on this host writes it."""
+        return url(self._deployment.router.host, self._ports["router.http"])
+
+    async def run(self) -> Outcome:
+        """Start everything, keep it running, stop it; leaves no process behind whatever is raised meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._finished = loop.create_future()
+        children.adopt_orphans()
+        self._listen_to_signals(loop)
+        server = await control.serve(self._run_dir.control, self._answer)
+        self._spawn_task(self._bound_logs())
+        try:
+            self._do(self._lifecycle.start(time.monotonic()))
+            code = await self._finished
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for running in self._running.values():
+                if not running.ended:
+                    running.signal(signal.SIGKILL)
+                    running.reap()
+            self._alive.close()
+        return self._outcome(code)
+
+    def state(self) -> dict[str, Any]:
+        """What `status` shows and state.json keeps."""
+        own = Identity.of(os.getpid())
+        return {
+            "name": self._deployment.name,
+            "file": os.path.abspath(self._deployment.path),
+            "overall": str(self._lifecycle.overall),
+            "why": self._lifecycle.why,
+            "since": self._since,
+            "url": self.url,
+            "stop_within_s": self._deployment.config.drain_s + 2 * self._deployment.config.kill_after_s,
+            "supervisor": asdict(own) if own else {},
+            "processes": [self._process_state(name) for name in self._specs],
+        }
+
+    # -- events in, actions out
+
+    def _feed(self, event: Event) -> None:
+        """Hand one event to the lifecycle and act. Events that acting causes wait their turn."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            self._do(self._lifecycle.handle(self._events[0], time.monotonic()))
+            self._events.popleft()
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Spawn(name):
+                    self._start(self._specs[name])
+                case Signal(name, number):
+                    self._running[name].signal(number)
+                case Probe():
+                    self._spawn_task(self._probe())
+                case Tell():
+                    self._tell(action)
+                case Finish(code):
+                    if self._finished and not self._finished.done():
+                        self._finished.set_result(code)
+        self._lifecycle.check()
+        self._run_dir.write_state(self.state())
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, at the lifecycle's next deadline."""
+        if self._timer:
+            self._timer.cancel()
+        at = self._lifecycle.next_deadline()
+        loop = asyncio.get_running_loop()
+        pause = None if at is None else max(0.0, at - time.monotonic())
+        self._timer = None if pause is None else loop.call_later(pause, self._feed, Tick())
+
+    def _start(self, spec: ProcSpec) -> None:
+        words = fill(spec.argv, self._ports)
+        if spec.stage == 0:  # engines keep sockets of their own, and may ask to have a silent peer fenced
+            own = self._run_dir.path / spec.name
+            own.mkdir(mode=0o700, exist_ok=True)
+            words += ("--run-dir", str(own), "--control", str(self._run_dir.control))
+        try:
+            running = children.start(
+                words,
+                self._run_dir.log(spec.name),
+                alive=self._alive,
+                cpus=spec.front_cpus,
+                env=children.child_env(spec.env, os.environ),
+                command=self._command,
+            )
+        except ConfigError as e:
+            self._report({"event": "died", "name": spec.name, "text": e.message})
+            self._events.append(Exited(spec.name, 2))
+            return
+        self._running[spec.name] = running
+        self._spawn_task(running.read_lines(lambda message: self._on_message(spec.name, running, message)))
+
+    def _on_message(self, name: str, running: children.Running, message: dict[str, Any]) -> None:
+        if self._running.get(name) is running:  # and not one that has been replaced since
+            self._feed(Line(name, message))
+
+    def _reap(self) -> None:
+        """SIGCHLD: collect every child that has exited, until there is none."""
+        while True:
+            known = {r.pid: name for name, r in self._running.items() if not r.ended}
+            gone = children.exited(known)
+            if not gone:
+                return
+            for name in gone:
+                running = self._running[name]
+                if self._lifecycle.overall is not Overall.STOPPING:
+                    self._last_dead = running.log
+                self._feed(Exited(name, running.reap()))
+
+    def _listen_to_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for number, why, code in (
+            (signal.SIGINT, "Ctrl-C", 130),
+            (signal.SIGTERM, "SIGTERM", 0),
+            (signal.SIGHUP, "the terminal was closed", 0),
+        ):
+            loop.add_signal_handler(number, self._asked_to_stop, why, code)
+
+    def _asked_to_stop(self, why: str, code: int) -> None:
+        if self._lifecycle.overall is Overall.STOPPING:
+            self._feed(Kill(f"{why} again"))
+        else:
+            self._feed(Stop(why, code))
+
+    # -- the outside
+
+    async def _probe(self) -> None:
+        """Ask the router until a token has come through every pair."""
+        port = self._ports["router.http"]
+        while not await probe.ready(self._deployment.router.host, port):
+            await asyncio.sleep(probe.PAUSE_S)
+        self._feed(Probed())
+
+    async def _bound_logs(self) -> None:
+        most = int(self._deployment.config.log_mb * 1e6)
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for path in self._run_dir.logs.glob("*.log"):
+                logs.bound(path, most)
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One operation of the control socket; see control.py for their list."""
+        match request:
+            case {"op": "status"}:
+                return {"ok": True, "state": self.state()}
+            case {"op": "stop"}:
+                kill = bool(request.get("kill"))
+                asyncio.get_running_loop().call_soon(
+                    self._feed, Kill("down --kill") if kill else Stop("splitserve down")
+                )
+                return {"ok": True}
+            case {"op": "restart", "name": str(name)} if name in self._specs:
+                self._feed(Restart(name))
+                return {"ok": True}
+            case {"op": "restart"}:
+                raise RequestError(
+                    "restart: no such process", field="name", fix=f"one of {', '.join(self._specs)}"
+                )
+            case {"op": "fence", "pid": int(pid), "start": int(start)}:
+                ours = {r.pid: name for name, r in self._running.items() if not r.ended}
+                answer = await fence(Identity(pid, start), ours)
+                if answer["name"]:
+                    self._report(
+                        {"event": "fenced", "name": answer["name"], "text": f"pid {pid}, asked by a peer"}
+                    )
+                return answer
+            case _:
+                raise RequestError("unknown operation", field="op", fix="one of status, stop, restart, fence")
+
+    def _tell(self, told: Tell) -> None:
+        event: dict[str, Any] = {"event": told.kind, "name": told.name, "text": told.text}
+        if told.kind == "loading":
+            event["done"] = self._lifecycle.children[told.name].done
+        if told.kind == "up":
+            event |= {"url": self.url, "state": self.state()}
+        self._report(event)
+
+    def _process_state(self, name: str) -> dict[str, Any]:
+        spec, child, running = self._specs[name], self._lifecycle.children[name], self._running.get(name)
+        here = running is not None and not running.ended
+        return {
+            "name": name,
+            "role": spec.role,
+            "phase": str(child.phase),
+            "loading": child.loading,
+            "done": child.done,
+            "pid": running.pid if running and here else None,
+            "start": running.identity.start if running and here else None,
+            "ports": {w.key: self._ports[f"{name}.{w.key}"] for w in spec.ports},
+            "url": child.url,
+            "cpus": list(spec.cpus or spec.front_cpus),
+            "restarts": child.num_restarts,
+            "log": str(self._run_dir.log(name)),
+        }
+
+    def _outcome(self, code: int) -> Outcome:
+        at_fault = self._last_dead if code in (1, 2) else None
+        tail = tuple(logs.tail(at_fault, TAIL_LINES)) if at_fault else ()
+        return Outcome(code, self._lifecycle.why, str(at_fault or ""), tail)
+
+    def _spawn_task(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """A task that failed is a bug of ours: end the run with it instead of going on half blind."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() and self._finished and not self._finished.done():
+            self._finished.set_exception(task.exception() or RuntimeError())
