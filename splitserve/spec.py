@@ -11,8 +11,8 @@ spec's piece to its next:
     page:  for each group: piece 0 [ layer 0: row 0 .. row R-1 | layer 1: ... ]  piece 1 [ ... ]  ...
     slot:  for each group of one name: row 0 [ piece 0: layer 0, layer 1 ... | piece 1 ... ]  row 1 ...
 
-In a slot rows are outermost instead, so that the live rows of all layers are one run. A RING row's index is the
-token's position modulo `rows`, on every rank of both sides.
+In a slot rows are outermost instead, so that the live rows of all layers are one run. The index of a RING or TAIL row
+is the token's position modulo `rows`, on every rank of both sides.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Growth(StrEnum):
     PAGED = "paged"  # a row for every `tokens_per_row` tokens; prefix-cacheable
     RING = "ring"  # the last `rows` tokens
     SLOT = "slot"  # `rows` rows for each request, whatever its length
+    TAIL = "tail"  # the tokens after the last multiple of `rows`: what waits to be compressed
 
 
 class Kind(StrEnum):
@@ -58,7 +59,7 @@ class StateSpec(msgspec.Struct, frozen=True):
     growth: Growth
     row_bytes: int
     tokens_per_row: int = 1
-    rows: int = 0  # RING and SLOT only
+    rows: int = 0  # RING, SLOT and TAIL only
     pieces: int = 1  # KV heads, or 1 where every rank holds all of it
     encoding: str = "bf16"  # must be equal on both sides of a handoff
 
@@ -74,12 +75,14 @@ class StateSpec(msgspec.Struct, frozen=True):
         """The rows that a handoff of tokens [start, stop) moves, by their index in the request.
 
         PAGED: rows whose last token lies in [start, stop); a row that is not complete yet belongs to a later chunk.
-        RING and SLOT rows change until the prompt ends, so they move once, with the chunk that ends it (`last`).
+        RING, SLOT and TAIL rows change until the prompt ends, so they move once, with the chunk that ends it (`last`).
         """
         if self.growth is Growth.PAGED:
             return range(start // self.tokens_per_row, stop // self.tokens_per_row)
         if not last:
             return range(0)
+        if self.growth is Growth.TAIL:
+            return range(stop % self.rows)
         return range(min(stop, self.rows) if self.growth is Growth.RING else self.rows)
 
 
