@@ -1,0 +1,161 @@
+"""Placement: a pure function, so its rules are tried on machines and deployments made up at random."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.errors import ConfigError
+from splitserve.launch.commands import fill
+from splitserve.launch.deployment import Deployment, parse
+from splitserve.launch.placement import ProcSpec, explain, place
+from splitserve.launch.topology import Core, Gpu, Node, Topology
+
+
+def machine(
+    nodes: int = 1, cores: int = 2, threads: int = 1, *, quota: float = 0.0, gpus: int = 0
+) -> Topology:
+    """`nodes` x `cores` x `threads`, siblings numbered as Linux does: all first threads, then all second ones."""
+    total = nodes * cores
+    return Topology(
+        cores=tuple(
+            Core(n, n, c, tuple(n * cores + c + t * total for t in range(threads)))
+            for n in range(nodes)
+            for c in range(cores)
+        ),
+        nodes=tuple(Node(n, 1 << 34, 1 << 33) for n in range(nodes)),
+        gpus=tuple(Gpu(i, "gpu", f"u{i}", 1, 1, f"0000:{i:02x}:00.0", i % nodes) for i in range(gpus)),
+        cpu_quota=quota,
+        memory_total=1 << 34,
+        memory_free=1 << 33,
+        shm_free=1 << 30,
+    )
+
+
+def deployment(**sections: Any) -> Deployment:
+    tables = {"deployment": {"model": "m"}, **(sections or {"prefill": {}, "decode": {}})}
+    return parse(tables, "file x.toml", environ={})
+
+
+def engines(specs: list[ProcSpec]) -> list[ProcSpec]:
+    return [s for s in specs if s.role != "router"]
+
+
+def test_two_cores_one_each_and_the_router_floats():
+    specs = place(machine(), deployment())
+    assert [(s.name, s.stage, s.cpus, s.front_cpus) for s in specs] == [
+        ("prefill-0", 0, (0,), (0, 1)),
+        ("decode-0", 0, (1,), (0, 1)),
+        ("router", 1, (), (0, 1)),
+    ]
+    assert any("floats over cpus 0,1" in line for line in explain(specs))
+
+
+def test_prefill_and_decode_get_a_node_each():
+    prefill, decode, router = place(machine(nodes=2, cores=4), deployment())
+    assert (prefill.cpus, prefill.memory_node) == ((0, 1, 2), 0)
+    assert (decode.cpus, decode.memory_node) == ((4, 5, 6), 1)
+    assert router.front_cpus == (3, 7)
+
+
+def test_hyperthreads_of_computing_cores_are_left_to_the_fronts():
+    prefill, decode, router = place(machine(cores=2, threads=2), deployment())
+    assert (prefill.cpus, decode.cpus, router.front_cpus) == ((0,), (1,), (2, 3))
+    assert prefill.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_too_few_cores_are_shared_and_said():
+    specs = place(machine(cores=1), deployment())
+    assert [s.cpus for s in specs] == [(0,), (0,), ()]
+    assert sum("share" in line and "1 cores for 2 ranks" in line for line in explain(specs)) == 2
+
+
+def test_a_quota_bounds_the_cores():
+    specs = place(machine(cores=16, quota=4.0), deployment())
+    assert sum(len(s.cpus) for s in specs) == 4
+    assert "quota of 4" in " ".join(explain(specs))
+
+
+def test_named_cpus_are_kept_and_no_other_engine_gets_them():
+    d = deployment(prefill={"cpus": [1]}, decode={"replicas": 2})
+    prefill, *decodes, _ = place(machine(cores=4), d)
+    assert prefill.cpus == (1,)
+    assert all(1 not in s.cpus for s in decodes)
+
+
+def test_named_cpus_are_shared_out_among_replicas():
+    d = deployment(prefill={"cpus": "0-3", "replicas": 2}, decode={})
+    specs = place(machine(cores=8), d)
+    assert [s.cpus for s in specs[:2]] == [(0, 1), (2, 3)]
+
+
+def test_cpus_outside_the_cpuset_are_refused():
+    with pytest.raises(ConfigError, match="cpus 7 are not among") as caught:
+        place(machine(), deployment(prefill={"cpus": [7]}, decode={}))
+    assert "splitserve topology" in (caught.value.fix or "")
+
+
+def test_gpus_go_round_once_and_a_missing_one_is_said():
+    d = deployment(engine={"device": "cuda", "tp": 2}, prefill={}, decode={})
+    specs = place(machine(nodes=2, cores=8, gpus=4), d)
+    assert [s.gpus for s in specs] == [(0, 2), (1, 3), ()]
+    assert specs[0].env["CUDA_VISIBLE_DEVICES"] == "0,2"
+    with pytest.raises(ConfigError, match="4 GPU ranks but 3 GPUs"):
+        place(machine(gpus=3), d)
+
+
+def test_the_routers_command_names_every_engine_and_wished_ports_count_up():
+    d = deployment(prefill={"replicas": 2}, decode={}, server={"port": 9000})
+    specs = place(machine(cores=4), d)
+    assert [w.port for s in engines(specs) for w in s.ports if w.key == "http"] == [9000, 9001, 9002]
+    ports = {f"{s.name}.{w.key}": w.port or 7000 + i for i, s in enumerate(specs) for w in s.ports}
+    words = " ".join(fill(specs[-1].argv, ports))
+    assert "--prefill http://127.0.0.1:9000,7000 --prefill http://127.0.0.1:9001,7001" in words
+    assert "--decode http://127.0.0.1:9002" in words
+
+
+def test_a_server_bound_everywhere_is_reached_by_loopback_and_a_bound_address_may_be_named():
+    everywhere = place(machine(), deployment(prefill={}, decode={}, server={"host": "0.0.0.0"}))
+    assert "--decode http://127.0.0.1:{decode-0.http}" in " ".join(everywhere[-1].argv)
+    one = place(machine(), deployment(prefill={}, decode={}, server={"host": "10.1.2.3"}))
+    assert "--allow-hosts 10.1.2.3" in " ".join(one[1].argv)
+
+
+machines = st.builds(
+    machine,
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.integers(1, 2),
+    quota=st.sampled_from([0.0, 0.5, 1.0, 3.0, 7.5]),
+)
+pairs = st.builds(
+    lambda p, d, tp, tq: deployment(prefill={"replicas": p, "tp": tp}, decode={"replicas": d, "tp": tq}),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+)
+
+
+@given(machines, pairs)
+def test_no_core_computes_twice_while_there_are_enough(t: Topology, d: Deployment):
+    specs = place(t, d)
+    ranks = sum(g.replicas * g.engine.tp for g in d.groups)
+    usable = min(len(t.cores), max(1, int(t.cpu_quota))) if t.cpu_quota else len(t.cores)
+    core_of = {cpu: core for core in t.cores for cpu in core.cpus}
+    used = Counter(core_of[cpu] for s in specs for cpu in s.cpus)
+    assert all(cpu in t.cpus for s in specs for cpu in (*s.cpus, *s.front_cpus))
+    assert all(s.front_cpus for s in specs)
+    assert all(s.cpus for s in engines(specs))
+    if usable >= ranks:
+        assert max(used.values()) == 1
+        tp = {s.name: next(g.engine.tp for g in d.groups if g.role == s.role) for s in engines(specs)}
+        assert len({len(s.cpus) / tp[s.name] for s in engines(specs)}) == 1  # equal shares for every rank
+        assert all(len(s.cpus) % tp[s.name] == 0 for s in engines(specs))
+    else:
+        assert any("share" in line for line in explain(specs))
+    assert place(t, d) == specs
