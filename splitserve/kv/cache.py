@@ -85,6 +85,13 @@ class Cache:
     def num_free_slots(self) -> int:
         return self._slots.num_free
 
+    def free_pages(self) -> list[int]:
+        """The page units that nobody holds and the tree does not keep: their rows mean nothing."""
+        return list(self._pages.free_pages())
+
+    def free_slots(self) -> list[int]:
+        return list(self._slots.free_pages())
+
     def open(self, tokens: Sequence[int]) -> Holding:
         """Begin a request: match and lock the longest cached prefix of its prompt. Takes no page and cannot fail.
 
