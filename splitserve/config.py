@@ -69,6 +69,7 @@ class TransferConfig:
     backend: str = _f("UCX", "NIXL backend plugin")
     ucx: tuple[str, ...] = _f((), "UCX settings as NAME=VALUE, for example TLS=tcp,self")
     progress_thread: bool = _f(False, "let NIXL poll on a thread of its own; needs a core set aside")
+    bootstrap_host: str = _f("127.0.0.1", "address that a prefill engine's rendezvous binds")
     bootstrap_port: int = _f(0, "rendezvous port of a prefill engine; 0: any free one")
     allow_hosts: tuple[str, ...] = _f(
         ("127.0.0.1", "localhost", "::1"), "rendezvous hosts a request may name"
@@ -112,6 +113,15 @@ class RouterConfig:
     idle_timeout_s: float = _f(75.0, "a kept-alive connection may idle this long", low=0.1)
     health_interval_s: float = _f(1.0, "time between health checks", low=0.05)
     retries: int = _f(2, "more tries of a request before its first body byte", low=0)
+    prefill_grace_s: float = _f(
+        1.0, "when prefill's connection breaks, decode may still answer within this time", low=0
+    )
+    max_queued_tokens: int = _f(
+        262144, "prompt tokens waiting at an engine above which it gets no more", low=1
+    )
+    circuit_failures: int = _f(5, "failures in a row that open an engine's circuit", low=1)
+    circuit_open_s: float = _f(5.0, "an open circuit is tried again after this time", low=0.01)
+    route_header: bool = _f(False, "tell the route in response header x-splitserve-route")
     log_level: str = _f("info", "debug, info, warning or error", one_of=("debug", "info", "warning", "error"))
 
 

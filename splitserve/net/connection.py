@@ -343,6 +343,10 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._server.loop
+
+    @property
     def idle(self) -> bool:
         return self._active is None and self._phase is Phase.IDLE and not self._waiting
 

@@ -133,11 +133,15 @@ class HttpServer:
 
     # -------------------------------------------------------------- the end
 
-    async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, close idle connections, give running requests `drain_s` to end, then cut them."""
+    def stop_listening(self) -> None:
+        """Take no new connections; requests on those there are close them when they end."""
         self.draining = True
         if self._listener is not None:
             self._listener.close()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop listening, close idle connections, give running requests `drain_s` to end, then cut them."""
+        self.stop_listening()
         for connection in list(self._connections):
             if connection.idle:
                 connection.abort()

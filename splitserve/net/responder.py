@@ -32,6 +32,7 @@ class Responder:
     __slots__ = (
         "_chunks",
         "_conn",
+        "_ended",
         "_framed",
         "_head_only",
         "_keep_alive",
@@ -49,6 +50,7 @@ class Responder:
         self._chunks = chunks  # False for HTTP/1.0: a stream ends with the connection
         self._framed = False
         self._left: asyncio.Event | None = None
+        self._ended: asyncio.Future[None] | None = None
         self.started = False
         self.ended = False
         self.gone = False
@@ -133,7 +135,7 @@ class Responder:
 
     def abort(self) -> None:
         """Cut the connection: the only honest end of a body that cannot be completed."""
-        self.ended = True
+        self._mark_ended()
         self._conn.abort()
 
     # -------------------------------------------------------------- the client
@@ -146,6 +148,12 @@ class Responder:
             if self.gone:
                 self._left.set()
         return self._left
+
+    async def finished(self) -> None:
+        """Return when the answer is complete, was cut, or the client has left: for apps that answer by callbacks."""
+        if not self.ended and not self.gone:
+            self._ended = self._conn.loop.create_future()
+            await self._ended
 
     @property
     def keeps_alive(self) -> bool:
@@ -163,6 +171,7 @@ class Responder:
     def client_left(self) -> None:
         """Told by the connection."""
         self.gone = True
+        self._tell_ended()
         if self._left is not None:
             self._left.set()
         if self.on_left is not None:
@@ -184,8 +193,16 @@ class Responder:
         if transport is not None and not self.gone and raw:
             transport.write(raw)
 
-    def _finish(self) -> None:
+    def _mark_ended(self) -> None:
         self.ended = True
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _finish(self) -> None:
+        self._mark_ended()
         self._conn.on_writable = None
         self._conn.finished(self, keep_alive=self._keep_alive)
 

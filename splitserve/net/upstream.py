@@ -71,6 +71,7 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = self._surplus = self._received = False
         self._head_bytes = 0
         self._num_served = 0
+        self._paused = False
         self.idle_since = 0.0
 
     # -------------------------------------------------------------- for the caller
@@ -92,13 +93,15 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
 
     def pause_reading(self) -> None:
-        """Let the peer wait: somebody behind us is slow."""
-        if self._transport is not None and not self._transport.is_closing():
+        """Let the peer wait: somebody behind us is slow. Ends with the exchange at the latest."""
+        if self.usable and self._transport is not None:
+            self._paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._paused and self.usable and self._transport is not None:
             self._transport.resume_reading()
+        self._paused = False
 
     @property
     def usable(self) -> bool:
@@ -188,6 +191,7 @@ class Upstream(asyncio.Protocol):
     def _end(self) -> None:
         exchange, self._exchange = self._exchange, None
         self._num_served += 1
+        self.resume_reading()  # the piece that ended the response may have filled the reader behind us
         if self.usable and self._keep_alive and not self._surplus:
             self._pool.give(self)
         elif self._transport is not None:

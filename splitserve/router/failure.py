@@ -1,0 +1,105 @@
+"""What went wrong in one try, and what that allows: another try, or which answer. Pure.
+
+4xx of either leg                     the client's mistake        passed on, never tried again
+503 overloaded                        no room at that engine      tried elsewhere, else passed on
+503 deadline_exceeded                 too late everywhere         passed on
+other 5xx, an error as first event    the engine's mistake        tried again, then passed on
+connection lost                       the engine's death          tried again, then 502 peer_lost
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from splitserve.errors import PeerLost, SplitserveError
+from splitserve.net.request import Headers
+
+from .fleet import Member
+from .leg import Leg
+
+_PASSED = (
+    500,
+    502,
+    503,
+)  # other server errors become 502: 504 and the like mean something else to routers above us
+_FIRST_EVENT = b'data: {"error"'
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a try did not come to a first byte. Either an engine's own answer (`status` > 0) or our `error`."""
+
+    member: Member
+    error: SplitserveError
+    status: int = 0
+    body: bytes = b""
+    content_type: str = "application/json"
+    headers: Headers = ()
+    code: str = ""
+
+    @property
+    def is_refusal(self) -> bool:
+        """The request itself is at fault."""
+        return 400 <= self.status < 500
+
+    @property
+    def may_retry(self) -> bool:
+        return not self.is_refusal and self.code != "deadline_exceeded"
+
+    @property
+    def needs_another(self) -> bool:
+        """Trying the same engine again would be no use."""
+        return self.code == "overloaded"
+
+    @property
+    def blames(self) -> bool:
+        """Whether it counts against the member's circuit: a full engine and a late request do not."""
+        return self.may_retry and not self.needs_another
+
+
+def of_loss(member: Member, reason: str) -> Failure:
+    """The connection to `member` is gone."""
+    return Failure(member, PeerLost(f"{member.id} at {member.endpoint.url}: {reason}"))
+
+
+def of_answer(leg: Leg) -> Failure:
+    """`leg` ended with an error status."""
+    status = leg.status if leg.status < 500 or leg.status in _PASSED else 502
+    retry_after = leg.header(b"retry-after").decode("latin-1")
+    return Failure(
+        leg.member,
+        PeerLost(f"{leg.member.id} at {leg.member.endpoint.url} answered {leg.status}"),
+        status,
+        leg.body,
+        leg.header(b"content-type", b"application/json").decode("latin-1"),
+        (("retry-after", retry_after),) if retry_after else (),
+        str(_error_of(leg.body).get("code", "")),
+    )
+
+
+def of_first_event(member: Member, piece: bytes) -> Failure | None:
+    """The failure that a stream's first event tells, if that is what it is: the status was sent before it was known."""
+    if not piece.startswith(_FIRST_EVENT):
+        return None
+    payload = piece.partition(b"\n")[0].removeprefix(b"data: ")
+    error = _error_of(payload)
+    if not error:
+        return None
+    mistake = error.get("type") == "invalid_request_error"
+    code = str(error.get("code", ""))
+    return Failure(
+        member, PeerLost(f"{member.id}: {error.get('message')}"), 400 if mistake else 503, payload, code=code
+    )
+
+
+def _error_of(body: bytes) -> dict[str, Any]:
+    """The error object in a body, if there is one."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    error = decoded.get("error") if isinstance(decoded, dict) else None
+    return error if isinstance(error, dict) else {}

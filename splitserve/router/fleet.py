@@ -1,0 +1,306 @@
+"""The engines a router stands in front of, what is known of each, and which may be chosen. Pure: no I/O, no clock.
+
+    unknown ──healthy──▶ serving ──drain──▶ draining ──▶ removed       (health, told by watch.py)
+       ▲                    │
+       └── num_bad checks ──┘
+
+    closed ──failures──▶ open ──time──▶ half open ──one success──▶ closed   (circuit, told by the data plane)
+                          ▲                 │
+                          └──── failure ────┘
+
+A pair (prefill, decode) is *proven* once a token has come through it; it loses that with either member's health. Only
+proven pairs are routed to. A unified engine is proven alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from splitserve.errors import ConfigError, InvariantError, NotFound
+from splitserve.net.upstream import Origin, split_url
+from splitserve.types import Role
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an engine's HTTP server is, and its role.
+
+    `bootstrap_port` is the rendezvous of a prefill engine; None: its /server_info says it.
+    """
+
+    url: str
+    role: Role
+    bootstrap_port: int | None = None
+
+    @staticmethod
+    def parse(text: str, role: Role) -> Endpoint:
+        """`URL` or `URL,BOOTSTRAP_PORT`, as on the command line. ConfigError says what is wrong."""
+        url, comma, port = text.partition(",")
+        origin, target = split_url(url)
+        if target != "/":
+            raise ConfigError(f"{url!r} has a path", fix=f"write http://{origin.authority}")
+        if comma and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ConfigError(f"{port!r} in {text!r} is no bootstrap port", fix=f"write {url},8998")
+        return Endpoint(f"http://{origin.authority}", role, int(port) if comma else None)
+
+
+@dataclass(frozen=True)
+class LoadSnapshot:
+    """What an engine last said of itself (/get_load). Zeros where it does not say."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    free_pages: int = 0
+    total_pages: int = 0
+
+
+@dataclass
+class Circuit:
+    """Consecutive failures of requests on one member; opens after `max_failures`, tries again after `open_s`."""
+
+    max_failures: int = 5
+    open_s: float = 5.0
+    failures: int = 0
+    opened_at: float | None = None
+    trial: bool = False  # half open: one request is on its way
+
+    def state(self, now: float) -> str:
+        if self.opened_at is None:
+            return "closed"
+        return "open" if now - self.opened_at < self.open_s else "half_open"
+
+    def allows(self, now: float) -> bool:
+        state = self.state(now)
+        return state == "closed" or (state == "half_open" and not self.trial)
+
+    def begin(self, now: float) -> None:
+        if self.opened_at is not None and self.state(now) == "half_open":
+            self.trial = True
+
+    def succeeded(self) -> None:
+        self.failures, self.opened_at, self.trial = 0, None, False
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        self.trial = False
+        if self.opened_at is not None or self.failures >= self.max_failures:
+            self.opened_at = now
+
+    def unknown(self) -> None:
+        """A trial ended without telling anything (the client left)."""
+        self.trial = False
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine. Fields are written by Fleet only."""
+
+    id: str
+    endpoint: Endpoint
+    origin: Origin
+    circuit: Circuit
+    healthy: bool = False
+    draining: bool = False
+    num_bad: int = 0  # health checks failed in a row
+    problem: str = "not checked yet"
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    bootstrap_port: int | None = None
+    num_inflight: int = 0  # requests of this router
+    inflight_cost: int = 0  # their work, in policy blocks
+    num_others: int = 0  # requests at the engine that are not this router's, when it last told
+
+    @property
+    def role(self) -> Role:
+        return self.endpoint.role
+
+    @property
+    def pressure(self) -> int:
+        """Requests at the engine as well as this router can know."""
+        return self.num_inflight + self.num_others
+
+    def full(self, max_queued_tokens: int) -> bool:
+        """Whether one more request would only wait: too many prompt tokens queued, or no pages and others waiting."""
+        load = self.load
+        starved = load.total_pages > 0 and load.free_pages * 50 < load.total_pages and load.num_waiting > 0
+        return starved or load.queued_tokens > max_queued_tokens
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one request goes. `prefill` is None for a unified engine. `why` is for people."""
+
+    prefill: Member | None
+    answer: Member  # the decode or unified engine, whose bytes go to the client
+    why: str = ""
+    warning: str = ""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return (self.answer,) if self.prefill is None else (self.prefill, self.answer)
+
+
+@dataclass(frozen=True)
+class Reject:
+    """No engine can take the request now."""
+
+    reason: str
+    retry_after_s: float = 1.0
+
+
+class Fleet:
+    """All members and the proven pairs."""
+
+    def __init__(self, *, max_bad: int = 3, max_failures: int = 5, open_s: float = 5.0) -> None:
+        self._members: dict[str, Member] = {}
+        self._proven: set[tuple[str, str]] = set()  # (prefill id or "", answering id)
+        self._num_made: dict[Role, int] = dict.fromkeys(Role, 0)
+        self._max_bad = max_bad
+        self._max_failures = max_failures
+        self._open_s = open_s
+
+    # -------------------------------------------------------------- membership
+
+    def add(self, endpoint: Endpoint) -> Member:
+        """A new member, unknown and unproven. ConfigError when the URL is a member already."""
+        for other in self:
+            if other.endpoint.url == endpoint.url:
+                raise ConfigError(f"{endpoint.url} is already here as {other.id}", field="url")
+        origin, _ = split_url(endpoint.url)
+        number = self._num_made[endpoint.role]
+        self._num_made[endpoint.role] += 1
+        member = Member(
+            f"{endpoint.role.value}-{number}",
+            endpoint,
+            origin,
+            Circuit(self._max_failures, self._open_s),
+            bootstrap_port=endpoint.bootstrap_port,
+        )
+        self._members[member.id] = member
+        return member
+
+    def get(self, member_id: str) -> Member:
+        """NotFound names the ids there are."""
+        if member_id not in self._members:
+            raise NotFound(f"no worker {member_id!r}; there are {', '.join(self._members) or 'none'}")
+        return self._members[member_id]
+
+    def drain(self, member_id: str) -> Member:
+        """No new requests for this member; running ones end as they will."""
+        member = self.get(member_id)
+        member.draining = True
+        return member
+
+    def undrain(self, member_id: str) -> Member:
+        member = self.get(member_id)
+        member.draining = False
+        return member
+
+    def remove(self, member_id: str) -> Member:
+        member = self.get(member_id)
+        del self._members[member_id]
+        self._unprove(member)
+        return member
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, member: Member) -> bool:
+        return self._members.get(member.id) is member
+
+    # -------------------------------------------------------------- health and proof
+
+    def healthy(self, member: Member, load: LoadSnapshot, *, bootstrap_port: int | None = None) -> bool:
+        """A health check succeeded. True when the member was not healthy before."""
+        was = member.healthy
+        member.healthy, member.num_bad, member.problem = True, 0, ""
+        member.load = load
+        member.num_others = max(0, load.num_running + load.num_waiting - member.num_inflight)
+        if bootstrap_port is not None and member.endpoint.bootstrap_port is None:
+            member.bootstrap_port = bootstrap_port
+        return not was
+
+    def unhealthy(self, member: Member, problem: str, *, certain: bool = False) -> bool:
+        """A health check failed; `certain` when nobody listens there. True when this took the member's health."""
+        member.num_bad += 1
+        member.problem = problem
+        if not member.healthy or not (certain or member.num_bad >= self._max_bad):
+            return False
+        member.healthy = False
+        self._unprove(member)
+        return True
+
+    def _unprove(self, member: Member) -> None:
+        self._proven = {pair for pair in self._proven if member.id not in pair}
+
+    def prove(self, prefill: Member | None, answer: Member) -> None:
+        """A token has come through this pair."""
+        if answer.healthy and (prefill is None or prefill.healthy):
+            self._proven.add((prefill.id if prefill else "", answer.id))
+
+    def is_proven(self, prefill: Member | None, answer: Member) -> bool:
+        return (prefill.id if prefill else "", answer.id) in self._proven
+
+    def unproven(self) -> list[tuple[Member | None, Member]]:
+        """Pairs of healthy members through which no token has come yet."""
+        up = [m for m in self if m.healthy]
+        pairs: list[tuple[Member | None, Member]] = [(None, m) for m in up if m.role is Role.UNIFIED]
+        decodes = [m for m in up if m.role is Role.DECODE]
+        pairs += [(p, d) for p in up if p.role is Role.PREFILL for d in decodes]
+        return [pair for pair in pairs if not self.is_proven(*pair)]
+
+    @property
+    def ready(self) -> bool:
+        """Some route exists: a proven pair, or a proven unified engine, that is not draining."""
+        return any(
+            not self._members[answer].draining and (not prefill or not self._members[prefill].draining)
+            for prefill, answer in self._proven
+        )
+
+    @property
+    def num_proven(self) -> int:
+        return len(self._proven)
+
+    # -------------------------------------------------------------- requests
+
+    def begin(self, route: Route, cost: int, now: float) -> None:
+        """A request is on its way along `route`."""
+        for member in route.members:
+            member.num_inflight += 1
+            member.inflight_cost += cost
+            member.circuit.begin(now)
+
+    def end(self, route: Route, cost: int) -> None:
+        """It no longer is. What it told of the members is told by `succeeded` and `failed`."""
+        for member in route.members:
+            member.num_inflight -= 1
+            member.inflight_cost -= cost
+            member.circuit.unknown()
+
+    def succeeded(self, member: Member) -> None:
+        """Its part of a request came to a good end."""
+        member.circuit.succeeded()
+
+    def failed(self, member: Member, now: float) -> None:
+        """Its part of a request failed, by its own fault."""
+        member.circuit.failed(now)
+
+    def check(self) -> None:
+        """InvariantError when counts and names no longer agree."""
+        for member in self:
+            if member.num_inflight < 0 or member.inflight_cost < 0:
+                raise InvariantError(
+                    f"{member.id}: {member.num_inflight} in flight, cost {member.inflight_cost}"
+                )
+            if member.num_inflight == 0 and member.inflight_cost:
+                raise InvariantError(f"{member.id}: nothing in flight, yet cost {member.inflight_cost}")
+        for prefill, answer in self._proven:
+            for member_id in filter(None, (prefill, answer)):
+                if member_id not in self._members or not self._members[member_id].healthy:
+                    raise InvariantError(
+                        f"pair ({prefill}, {answer}) is proven, but {member_id} is gone or unhealthy"
+                    )

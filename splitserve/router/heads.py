@@ -1,0 +1,69 @@
+"""Heads that pass through the router: which request headers go to the engines, which response headers to the client.
+
+Hop-by-hop headers end here; framing is set anew on each side.
+"""
+
+from __future__ import annotations
+
+from splitserve.net.request import RawHeaders, status_line
+
+from .fleet import Route
+
+FORWARDED = frozenset(
+    (
+        b"authorization",
+        b"x-request-id",
+        b"x-correlation-id",
+        b"traceparent",
+        b"tracestate",
+        b"x-smg-routing-key",
+    )
+)
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+    )
+)
+
+
+def forwarded_lines(headers: RawHeaders) -> bytes:
+    """Header lines of a client's request that the engines should see."""
+    return b"".join([b"%s: %s\r\n" % (n, v) for n, v in headers if n.lower() in FORWARDED])
+
+
+def request_head(method: str, target: bytes, authority: bytes, lines: bytes, length: int) -> bytes:
+    """Head of a request to an engine, with its blank line."""
+    return b"%s %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n" % (
+        method.encode(),
+        target,
+        authority,
+        length,
+        lines,
+    )
+
+
+def response_head(status: int, headers: RawHeaders, framing: bytes, extra: bytes = b"") -> bytes:
+    """An engine's head as the client gets it: its own headers, our framing."""
+    kept = [b"%s: %s\r\n" % (n, v) for n, v in headers if n.lower() not in _HOP_BY_HOP]
+    return b"%s%s%s%s\r\n" % (status_line(status), b"".join(kept), framing, extra)
+
+
+def route_lines(route: Route, *, tell_route: bool) -> bytes:
+    """x-splitserve-route where it is asked for, x-splitserve-warning where there is one."""
+    lines = b""
+    if tell_route:
+        prefill = route.prefill.id if route.prefill else "none"
+        lines += (
+            f"x-splitserve-route: prefill={prefill}, answer={route.answer.id}, why={route.why}\r\n".encode()
+        )
+    if route.warning:
+        lines += f"x-splitserve-warning: {route.warning}\r\n".encode()
+    return lines

@@ -1,0 +1,346 @@
+"""One client request on its way through the router: tries, legs, first byte, end.
+
+            ┌──────────── another try: new route, new room ◀───────────┐
+            ▼                                                          │ failed, nothing sent yet
+    choose a route ─▶ both legs sent ─▶ waiting ── first body byte ─▶ committed ── end ─▶ ok
+            │                             │                            │
+         rejected                    4xx, or no try left           failed: SSE error event + [DONE]
+            ▼                             ▼
+        503 JSON                      that answer
+
+Until decode's first body byte the client has received nothing, so every failure has a truthful status and may be
+tried again with a new room. The client's head is decode's head, sent together with that byte. A body that is not a
+stream is kept until it is whole (up to leg.MAX_KEPT), so it is never cut.
+
+When prefill's connection breaks and no other prefill can take over, decode may still recover by computing the prompt
+itself: it has `prefill_grace_s` to show a byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from splitserve.errors import DeadlineExceeded, Overloaded, PeerLost, SplitserveError
+from splitserve.net import sse
+from splitserve.net.request import Request
+from splitserve.net.responder import Responder
+from splitserve.net.upstream import Lost
+
+from . import failure
+from .failure import Failure
+from .fleet import Member, Reject, Route
+from .heads import forwarded_lines, request_head, response_head, route_lines
+from .leg import MAX_KEPT, Leg
+from .policy import Features
+from .rewrite import Prepared, merge_input_logprobs
+
+if TYPE_CHECKING:
+    from .proxy import Proxy
+
+STALE_S = 0.1  # a reused connection lost so soon, without a byte, had been closed by the peer before we wrote
+RETRY_WINDOW_S = 0.7  # no try begins later than this after the first failure: an error is due within a second
+BACKOFF_S = 0.05  # before a try on the same engines, times the number of tries so far
+
+
+class Relay:
+    """Made by Proxy for each request that engines answer."""
+
+    def __init__(
+        self, proxy: Proxy, request: Request, responder: Responder, prepared: Prepared, features: Features
+    ) -> None:
+        self._proxy = proxy
+        self._request = request
+        self._responder = responder
+        self._prepared = prepared
+        self._features = features
+        self._lines = forwarded_lines(request.raw_headers)
+        self._route: Route | None = None
+        self._answer: Leg | None = None
+        self._prefill: Leg | None = None
+        self._num_tries = 0
+        self._sent_at = 0.0
+        self._avoid: set[str] = set()
+        self._first_failure_at = 0.0
+        self._last_failure: Failure | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of a grace or of the next try
+        self._committed = False
+        self._framed = False
+        self._kept: list[bytes] = []
+        self._num_kept = 0
+        self.started_at = proxy.now()
+        self.deadline = self.started_at + proxy.config.request_deadline_s
+        self.heard_at = self.started_at
+
+    # -------------------------------------------------------------- trying
+
+    def begin(self) -> None:
+        self._responder.on_left = self._client_left
+        self._responder.watch_writable(self._client_takes_more)
+        self._try()
+
+    def _try(self) -> None:
+        self._timer = None
+        proxy = self._proxy
+        self._sent_at = now = proxy.now()
+        route = proxy.chooser.choose(self._features, proxy.fleet, now, avoid=self._avoid)
+        if isinstance(route, Reject):
+            if self._last_failure is not None:
+                self._give_up(self._last_failure)
+            else:
+                self._finish("rejected")
+                self._responder.fail(Overloaded(route.reason, retry_after_s=route.retry_after_s))
+            return
+        last = self._last_failure
+        if last is not None and last.needs_another and last.member in route.members:
+            self._give_up(last)
+            return
+        self._num_tries += 1
+        self._route = route
+        proxy.fleet.begin(route, self._features.num_blocks, now)
+        proxy.chooser.chosen(route, self._features)
+        self._send(route)
+
+    def _send(self, route: Route) -> None:
+        """Both legs at once, with the same bytes."""
+        prepared = self._prepared
+        self._answer = answer = Leg(route.answer, self, answers=True)
+        if route.prefill is None:
+            body = prepared.plain()
+            legs = [answer]
+        else:
+            host, port = route.prefill.origin.host, route.prefill.bootstrap_port
+            body = prepared.with_room(host, port, self._proxy.draw_room())
+            self._prefill = Leg(route.prefill, self, answers=False, keeps=prepared.wants_input_logprobs)
+            legs = [self._prefill, answer]
+        for leg in legs:
+            authority = self._proxy.authority(leg.member)
+            head = request_head(self._request.method, self._request.target, authority, self._lines, len(body))
+            self._proxy.send(leg, head + body)
+            if self._answer is not answer:  # lost already
+                return
+
+    # -------------------------------------------------------------- told by legs
+
+    def on_piece(self, leg: Leg, piece: bytes) -> None:
+        """Bytes of the answer."""
+        self.heard_at = self._proxy.now()
+        if self._committed:
+            self._pass_on(piece)
+        elif leg.header(b"content-type").startswith(b"text/event-stream"):
+            told = failure.of_first_event(leg.member, piece)
+            if told is not None:
+                self._failed(told)
+                return
+            self._commit(leg, piece)
+        else:
+            self._kept.append(piece)
+            self._num_kept += len(piece)
+            if self._num_kept > MAX_KEPT:
+                self._commit(leg, b"".join(self._kept))
+                self._kept.clear()
+
+    def on_leg_end(self, leg: Leg) -> None:
+        if leg.refused:
+            if self._committed:
+                return  # prefill's afterthought; decode speaks already
+            self._failed(failure.of_answer(leg))
+        elif leg is self._answer or (
+            self._prefill is leg and self._answer is not None and self._answer.ended
+        ):
+            self._answered()
+
+    def on_leg_lost(self, leg: Leg, lost: Lost) -> None:
+        told = failure.of_loss(leg.member, lost.reason)
+        if leg is not self._answer and self._answer is not None and self._answer.ended:
+            self._answered()  # only prefill's logprobs are missing
+        elif leg is not self._answer and self._committed:
+            self._proxy.fleet.failed(leg.member, self._proxy.now())
+        elif self._is_stale(lost):
+            self._abandon()
+            self._num_tries -= 1
+            self._later(0.0)
+        elif leg is not self._answer and not self._can_replace(leg):
+            self._proxy.fleet.failed(leg.member, self._proxy.now())
+            self._last_failure = told
+            loop = self._proxy.loop
+            self._timer = loop.call_later(self._proxy.config.prefill_grace_s, self._grace_over, told)
+        else:
+            self._failed(told)
+
+    def _is_stale(self, lost: Lost) -> bool:
+        soon = self._proxy.now() - self._sent_at < STALE_S
+        return lost.reused and not lost.received and soon and not self._committed
+
+    def _can_replace(self, leg: Leg) -> bool:
+        """Whether a route without this leg's member is there to be tried."""
+        if self._num_tries > self._proxy.config.retries:
+            return False
+        avoid = {*self._avoid, leg.member.id}
+        route = self._proxy.chooser.choose(self._features, self._proxy.fleet, self._proxy.now(), avoid=avoid)
+        return not isinstance(route, Reject) and leg.member not in route.members
+
+    def _grace_over(self, told: Failure) -> None:
+        self._timer = None
+        self._give_up(told)
+
+    # -------------------------------------------------------------- first byte and on
+
+    def _commit(self, leg: Leg, piece: bytes) -> None:
+        """The client gets decode's head and `piece`. From here on nothing can be taken back."""
+        self._committed = True
+        self._cancel_timer()
+        self._proxy.metrics.first_byte_s.observe(self.heard_at - self.started_at)
+        self._framed = self._responder.takes_chunks
+        framing = b"transfer-encoding: chunked\r\n" if self._framed else b"connection: close\r\n"
+        self._responder.write_raw(self._head(leg, framing) + self._frame(piece))
+
+    def _head(self, leg: Leg, framing: bytes) -> bytes:
+        assert self._route is not None
+        extra = route_lines(self._route, tell_route=self._proxy.config.route_header)
+        if not self._responder.keeps_alive and not framing.startswith(b"connection"):
+            extra += b"connection: close\r\n"
+        return response_head(leg.status, leg.headers, framing, extra)
+
+    def _frame(self, piece: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(piece), piece) if self._framed else piece
+
+    def _pass_on(self, piece: bytes) -> None:
+        self._responder.write_raw(self._frame(piece))
+
+    def _answered(self) -> None:
+        """The answer is complete (and prefill's part of it, where it is needed)."""
+        leg = self._answer
+        assert leg is not None
+        if not self._committed:
+            body = b"".join(self._kept)
+            if self._prefill is not None and self._prefill.keeps:
+                if not self._prefill.ended:
+                    return
+                body = merge_input_logprobs(body, self._prefill.body)
+            self._proxy.metrics.first_byte_s.observe(self._proxy.now() - self.started_at)
+            self._responder.write_raw(self._head(leg, b"content-length: %d\r\n" % len(body)) + body)
+        elif self._framed:
+            self._responder.write_raw(b"0\r\n\r\n")
+        for member_leg in (leg, self._prefill):
+            if member_leg is not None and not member_leg.lost:
+                self._proxy.fleet.succeeded(member_leg.member)
+        self._finish("ok")
+        self._responder.end_raw(keep_alive=self._framed or not self._committed)
+
+    def _client_takes_more(self, more: bool) -> None:
+        upstream = self._answer.upstream if self._answer is not None else None
+        if upstream is None:
+            return
+        if more:
+            upstream.resume_reading()
+        else:
+            upstream.pause_reading()
+
+    # -------------------------------------------------------------- failing
+
+    def _failed(self, told: Failure) -> None:
+        """One try has failed. Before the first byte: another try, or the answer; after it: an error event."""
+        now = self._proxy.now()
+        if told.blames:
+            self._proxy.fleet.failed(told.member, now)
+        if self._committed:
+            self._break_off(told.error)
+            return
+        self._first_failure_at = self._first_failure_at or now
+        self._last_failure = told
+        self._avoid.add(told.member.id)
+        late = now - self._first_failure_at > RETRY_WINDOW_S
+        if not told.may_retry or late or self._num_tries > self._proxy.config.retries:
+            self._give_up(told)
+            return
+        self._abandon()
+        self._proxy.metrics.num_retries += 1
+        alone = all(m.id in self._avoid for m in self._proxy.fleet if m.role is told.member.role)
+        self._later(BACKOFF_S * self._num_tries if alone else 0.0)
+
+    def _later(self, delay_s: float) -> None:
+        self._timer = self._proxy.loop.call_later(delay_s, self._try)
+
+    def _give_up(self, told: Failure) -> None:
+        self._finish("client_error" if told.is_refusal else "engine_error" if told.status else "lost")
+        if told.status:
+            self._responder.send(told.status, told.body, told.content_type, told.headers)
+        else:
+            self._responder.fail(told.error)
+
+    def _break_off(self, error: SplitserveError) -> None:
+        """End a stream that has begun: an error event and [DONE] in whole frames; other bodies can only be cut."""
+        leg = self._answer
+        self._finish("lost" if isinstance(error, PeerLost) else "deadline")
+        if leg is None or not leg.header(b"content-type").startswith(b"text/event-stream"):
+            self._responder.abort()
+            return
+        self._proxy.metrics.num_stream_errors += 1
+        last = b"\n\n" + sse.event(msgspec.json.encode({"error": error.to_dict()})) + sse.DONE
+        self._responder.write_raw(self._frame(last) + (b"0\r\n\r\n" if self._framed else b""))
+        self._responder.end_raw(keep_alive=self._framed)
+
+    def tick(self, now: float, silence_s: float) -> None:
+        """Called a few times a second: the one deadline, and engines that have fallen silent and sick."""
+        if now > self.deadline:
+            limit = self._proxy.config.request_deadline_s
+            error = DeadlineExceeded(f"the request took longer than {limit:g} s, over all stages")
+            if self._committed:
+                self._break_off(error)
+            else:
+                self._finish("deadline")
+                self._responder.fail(error)
+            return
+        if self._route is None or now - max(self.heard_at, self._sent_at) < silence_s:
+            return
+        for member in (self._route.answer,) if self._committed else self._route.members:
+            if not member.healthy:
+                self._failed(
+                    failure.of_loss(member, f"silent for {silence_s:g} s and unhealthy ({member.problem})")
+                )
+                return
+
+    def uses(self, member: Member) -> bool:
+        return self._route is not None and member in self._route.members
+
+    def cancel(self, error: SplitserveError) -> None:
+        """End it now, whatever its state: the router stops, or an operator removed the engine."""
+        if self._committed:
+            self._break_off(error)
+        else:
+            self._finish("lost")
+            self._responder.fail(error)
+
+    # -------------------------------------------------------------- ends
+
+    def _client_left(self) -> None:
+        self._finish("client_left", stop=True)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _abandon(self, *, stop: bool = True) -> None:
+        """Leave the current route: stop its legs (or let prefill's come to its end) and its counts."""
+        self._cancel_timer()
+        for leg in (self._answer, self._prefill):
+            if leg is not None and not leg.ended:
+                if stop:
+                    leg.stop()
+                else:
+                    self._proxy.detach(leg)
+        if self._route is not None:
+            self._proxy.fleet.end(self._route, self._features.num_blocks)
+        self._route = self._answer = self._prefill = None
+        self._kept.clear()
+        self._num_kept = 0
+
+    def _finish(self, outcome: str, *, stop: bool | None = None) -> None:
+        self._abandon(stop=outcome != "ok" if stop is None else stop)
+        self._responder.on_left = None
+        self._responder.watch_writable(None)
+        self._proxy.finished(self, outcome)

@@ -1,0 +1,128 @@
+"""What the router reads of a request body and what it puts into it. Pure; bytes in, bytes out.
+
+The body is checked once (it must be a JSON object) and never encoded again: seed and rendezvous are appended before
+its closing brace, so every number, escape and unknown field reaches the engines as the client wrote it.
+
+    {"model": ..., "stream": true}
+    {"model": ..., "stream": true,"seed":7,"bootstrap_host":"127.0.0.1","bootstrap_port":8998,"bootstrap_room":42}
+
+Both legs of a pair get this very body. A batch (n > 1, lists of prompts) has one room; its choices use room + i, so a
+drawn room leaves space above it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from splitserve.errors import RequestError
+
+OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+ROOM_SPACE = 1 << 16  # rooms that one request may use, one for each choice
+
+_NONE = msgspec.Raw(b"")
+
+
+class Asked(msgspec.Struct):
+    """The fields that routing looks at. Types are the engines' affair: they name the field in their 400."""
+
+    stream: Any = None
+    seed: Any = msgspec.UNSET
+    prompt: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    text: msgspec.Raw = _NONE
+    input_ids: msgspec.Raw = _NONE
+    return_logprob: Any = None
+    bootstrap_host: Any = msgspec.UNSET
+    bootstrap_port: Any = msgspec.UNSET
+    bootstrap_room: Any = msgspec.UNSET
+
+    @property
+    def prompt_text(self) -> bytes:
+        """The prompt as JSON text, whatever its form."""
+        return bytes(self.messages) or bytes(self.prompt) or bytes(self.text) or bytes(self.input_ids)
+
+
+_decode = msgspec.json.Decoder(Asked).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked body, open at its end: add a rendezvous or nothing, then `}`."""
+
+    open_body: bytes  # without the closing brace; ends in "," or "{"
+    stream: bool
+    wants_input_logprobs: bool
+    prompt_text: bytes
+
+    def plain(self) -> bytes:
+        """For an engine that does both halves."""
+        return self.open_body.removesuffix(b",") + b"}"
+
+    def with_room(self, host: str, port: int | None, room: int) -> bytes:
+        """For both legs of a pair."""
+        port_text = b"null" if port is None else b"%d" % port
+        parts = (self.open_body, _encode(host), port_text, room)
+        return b'%s"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d}' % parts
+
+
+def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prepared:
+    """Check a body and open it. `seed` goes in where the client gave none; None: never.
+
+    RequestError for what is no JSON object.
+    """
+    try:
+        asked = _decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
+        raise RequestError(f"the body is no JSON object: {e}") from None
+    given = [name for name in OURS if getattr(asked, name) is not msgspec.UNSET]
+    if asked.seed is None:
+        given.append("seed")
+    if given:  # rare: fields that are ours to set must not stand there twice
+        fields = _decode_fields(body)
+        for name in given:
+            fields.pop(name, None)
+        body = _encode(fields)
+    opened = body.rstrip()[:-1].rstrip()
+    if not opened.endswith(b"{"):
+        opened += b","
+    if seed is not None and (asked.seed is msgspec.UNSET or asked.seed is None):
+        opened += b'"seed":%d,' % seed
+    return Prepared(
+        opened,
+        stream=asked.stream is True,
+        wants_input_logprobs=asked.return_logprob is True and asked.stream is not True,
+        prompt_text=asked.prompt_text if read_prompt else b"",
+    )
+
+
+def merge_input_logprobs(answer: bytes, prefill: bytes) -> bytes:
+    """Put prefill's `input_token_logprobs` into a /generate answer that came without them.
+
+    Our engines carry them with the first token, so that decode's answer is complete; SGLang's prefill keeps them.
+    Returns `answer` itself when there is nothing to add.
+    """
+    try:
+        ours, theirs = msgspec.json.decode(answer), msgspec.json.decode(prefill)
+    except msgspec.DecodeError:
+        return answer
+    pairs = (
+        zip(ours, theirs, strict=False)
+        if isinstance(ours, list) and isinstance(theirs, list)
+        else [(ours, theirs)]
+    )
+    changed = False
+    for mine, other in pairs:
+        into = mine.get("meta_info") if isinstance(mine, dict) else None
+        found = other.get("meta_info") if isinstance(other, dict) else None
+        if not isinstance(into, dict) or not isinstance(found, dict):
+            continue
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            if found.get(name) and not into.get(name):
+                into[name] = found[name]
+                changed = True
+    return _encode(ours) if changed else answer

@@ -1,0 +1,195 @@
+"""Health, load and proof: one task a member asks its /health and /get_load, one task sends a token through each pair.
+
+Tells the fleet; decides nothing. A refused connection is certain; a slow answer only counts, since a busy engine
+machine answers late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from splitserve import log
+from splitserve.config import RouterConfig
+from splitserve.errors import PeerLost, SplitserveError
+from splitserve.net.client import Client, ClientResponse
+from splitserve.types import Role
+
+from .fleet import Fleet, LoadSnapshot, Member
+from .rewrite import prepare
+
+PROBE_BODY = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
+PROBE_TIMEOUT_S = 60.0  # the first token of a cold engine takes long
+
+_log = log.get(__name__)
+
+
+class Watch:
+    """Background tasks over a fleet. `on_change` is called when a route appears or goes."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        client: Client,
+        *,
+        draw_room: Callable[[], int],
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._client = client
+        self._draw_room = draw_room
+        self._headers = (*headers, ("content-type", "application/json"))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._prover: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._last_problem: dict[tuple[str, str], str] = {}
+        self.num_probes = 0
+
+    def start(self) -> None:
+        """Watch every member there is; `follow` those that come later."""
+        for member in self._fleet:
+            self.follow(member)
+        self._prover = asyncio.create_task(self._prove_all())
+
+    def follow(self, member: Member) -> None:
+        self._tasks[member.id] = asyncio.create_task(self._watch(member))
+
+    def leave(self, member: Member) -> None:
+        """Stop asking a removed member."""
+        task = self._tasks.pop(member.id, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *([self._prover] if self._prover else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -------------------------------------------------------------- health
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            await self.check(member)
+            await asyncio.sleep(self._config.health_interval_s)
+
+    async def check(self, member: Member) -> None:
+        """One round of questions to one member."""
+        timeout_s = max(1.0, self._config.health_interval_s)
+        url = member.endpoint.url
+        try:
+            answer = await self._client.request(
+                "GET", f"{url}/health", headers=self._headers, timeout_s=timeout_s
+            )
+            if answer.status >= 300:
+                raise PeerLost(f"/health answered {answer.status}")
+            load = await self._load(url, timeout_s)
+            port = None
+            if member.role is Role.PREFILL and member.bootstrap_port is None:
+                port = await self._bootstrap_port(url, timeout_s)
+        except SplitserveError as e:
+            certain = isinstance(e, PeerLost) and "cannot connect" in e.message
+            if self._fleet.unhealthy(member, e.message, certain=certain):
+                _log.warning("%s at %s is down: %s", member.id, url, e.message)
+            return
+        if self._fleet.healthy(member, load, bootstrap_port=port):
+            _log.info("%s at %s is up", member.id, url)
+        if self._fleet.unproven():
+            self._wake.set()
+
+    async def _load(self, url: str, timeout_s: float) -> LoadSnapshot:
+        answer = await self._client.request(
+            "GET", f"{url}/get_load", headers=self._headers, timeout_s=timeout_s
+        )
+        return read_load(answer)
+
+    async def _bootstrap_port(self, url: str, timeout_s: float) -> int | None:
+        """What a prefill engine says of its own rendezvous; None where it does not say."""
+        answer = await self._client.request(
+            "GET", f"{url}/server_info", headers=self._headers, timeout_s=timeout_s
+        )
+        facts = _decoded(answer)
+        port = facts.get("disaggregation_bootstrap_port") if isinstance(facts, dict) else None
+        return port if isinstance(port, int) else None
+
+    # -------------------------------------------------------------- proof
+
+    async def _prove_all(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            for prefill, answer in self._fleet.unproven():
+                await self._prove(prefill, answer)
+
+    async def _prove(self, prefill: Member | None, answer: Member) -> None:
+        """Send one token through; say why not when that changes."""
+        name = f"{prefill.id} and {answer.id}" if prefill else answer.id
+        key = (prefill.id if prefill else "", answer.id)
+        self.num_probes += 1
+        try:
+            await self._one_token(prefill, answer)
+        except SplitserveError as e:
+            if self._last_problem.get(key) != e.message:
+                _log.warning("no token came through %s: %s", name, e.message)
+            self._last_problem[key] = e.message
+            return
+        self._last_problem.pop(key, None)
+        self._fleet.prove(prefill, answer)
+        _log.info("a token came through %s", name)
+
+    async def _one_token(self, prefill: Member | None, answer: Member) -> None:
+        prepared = prepare(PROBE_BODY, seed=None)
+        if prefill is None:
+            await self._ask(answer, prepared.plain())
+            return
+        if prefill.bootstrap_port is None:
+            raise PeerLost(
+                f"{prefill.id} has no bootstrap port: give it as --prefill {prefill.endpoint.url},PORT"
+            )
+        body = prepared.with_room(prefill.origin.host, prefill.bootstrap_port, self._draw_room())
+        legs = {asyncio.create_task(self._ask(member, body)) for member in (prefill, answer)}
+        done, pending = await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION)
+        for task in pending:  # the other half of a failed one would only wait
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _ask(self, member: Member, body: bytes) -> None:
+        url = f"{member.endpoint.url}/generate"
+        found = await self._client.request(
+            "POST", url, body=body, headers=self._headers, timeout_s=PROBE_TIMEOUT_S
+        )
+        if found.status != 200 or not found.body:
+            raise PeerLost(
+                f"{member.id} answered {found.status}: {found.body[:300].decode(errors='replace')}"
+            )
+
+
+def read_load(answer: ClientResponse) -> LoadSnapshot:
+    """/get_load as a list of one entry a data-parallel rank (SGLang) or as one object; zeros where it is silent."""
+    decoded = _decoded(answer)
+    entries = decoded if isinstance(decoded, list) else [decoded]
+    sums = dict.fromkeys(("num_reqs", "num_waiting_reqs", "queued_tokens", "free_pages", "total_pages"), 0)
+    for entry in entries:
+        for name in sums:
+            value = entry.get(name) if isinstance(entry, dict) else None
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
+                sums[name] += int(value)
+    waiting = sums["num_waiting_reqs"]
+    running = max(0, sums["num_reqs"] - waiting)
+    return LoadSnapshot(running, waiting, sums["queued_tokens"], sums["free_pages"], sums["total_pages"])
+
+
+def _decoded(answer: ClientResponse) -> Any:
+    if answer.status != 200:
+        return None
+    try:
+        return msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return None
