@@ -28,7 +28,6 @@ class Controls:
         *,
         transfers: Transfers | None,
         faults: Faults | None,
-        stop: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
@@ -41,7 +40,6 @@ class Controls:
             "handoffs": self._handoffs,
             "check": self._check,
             "plant": self._plant,
-            "stop": lambda _: stop() or {},
         }
 
     def answer(self, number: int, op: str, args: dict[str, Any]) -> wire.Reply:

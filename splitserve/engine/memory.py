@@ -49,7 +49,7 @@ def size(config: EngineConfig, layout: Layout, *, model_max_len: int, free_bytes
         raise CapacityError(
             f"max_len={config.max_len} does not fit in {num_pages} pages of {config.page_tokens} tokens ({holds})",
             field="max_len",
-            fix=f"give {_mb(-(-config.max_len // config.page_tokens) * layout.page_bytes + slot_bytes)} MB of memory_mb",
+            fix=f"give {_mb(-(-config.max_len // config.page_tokens) * layout.page_bytes + slot_bytes)} MB of memory",
         )
     return Capacity(num_pages, num_slots, min(wanted_len, holds))
 

@@ -1,4 +1,4 @@
-"""The engine's end of handoffs: tells sender and receiver what the scheduler decided, and the scheduler what came of it.
+"""The engine's end of handoffs: tells sender and receiver what was decided, and the scheduler what came of it.
 
 It decides nothing about requests or rows itself and moves no byte; rooms are its only bookkeeping.
 
@@ -21,6 +21,7 @@ from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.step import Sampled, Step, StepResult
 from splitserve.errors import InvariantError, RequestError, SplitserveError, by_code
 from splitserve.transfer.events import Arrived, ReceiveFailed, Released, SendFailed, Sent
+from splitserve.transfer.port import PortGroup
 from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.sender import Sender
 from splitserve.types import Rid
@@ -29,8 +30,9 @@ from splitserve.wire import FirstToken, Room
 
 class Transfers:
     def __init__(
-        self, sender: Sender, receiver: Receiver, *, scheduler: Scheduler, deadline_s: float
+        self, sender: Sender, receiver: Receiver, *, ports: PortGroup, scheduler: Scheduler, deadline_s: float
     ) -> None:
+        self._ports = ports
         self.sender = sender
         self.receiver = receiver
         self._scheduler = scheduler
@@ -93,6 +95,15 @@ class Transfers:
                     self._scheduler.lost(self._receiving[room], error, retriable=retriable)
                 case Released(room=room):
                     self._scheduler.rows_free(self._receiving.pop(room))
+
+    def progress(self) -> None:
+        """Called between layers: let the transport work, decide nothing."""
+        if self.sender.moving() or self.receiver.moving():
+            self._ports.feed(self._ports.port.poll())
+
+    def lanes(self) -> dict[str, str]:
+        """For each peer met, what carries the bytes."""
+        return self._ports.port.lanes()
 
     # ------------------------------------------------------------------ waiting
 
