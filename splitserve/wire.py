@@ -172,6 +172,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     start: int
     num_tokens: int
     digests: bool
+    to: str = ""  # prefill engine's life (its id, from Pong) that may act on this; any other must refuse
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +185,9 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
     sent: float
+    engine: str = ""  # the decode engine's id
+
+
 
 
 ToPrefill = Offer | Cancel | Ping
@@ -215,7 +219,12 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Answers a Ping, and says who answers: no row is offered before its writer is known and can be watched."""
+
     sent: float
+    engine: str = ""  # the prefill engine's id
+    cards: tuple[Card, ...] = ()  # empty when this connection has already carried them
+    protocol: int = 0
 
 
 ToDecode = Accepted | HandoffFailed | Drained | Pong

@@ -40,10 +40,11 @@ class TakeOrder(msgspec.Struct, frozen=True, tag=True):
     units: tuple[Units, ...]
     start: int
     stop: int
+    last: bool
 
 
 class WriteOrder(msgspec.Struct, frozen=True, tag=True):
-    """Write what this rank owes each rank of `engine` of rows [start, stop). `chunk` counts from 0 in a generation."""
+    """Write what this rank owes each rank of `engine` of chunk `chunk`, rows [start, stop), from `begin` on."""
 
     room: int
     generation: int
@@ -61,9 +62,9 @@ class WriteOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompareOrder(msgspec.Struct, frozen=True, tag=True):
-    """Take the digest of what source rank `src_rank` of `engine` owed this rank of rows [start, stop)."""
+    """Rank `rank` of ours: take the digest of what source rank `src_rank` of `engine` owed it of rows [start, stop)."""
 
-    rank: int  # which of our ranks
+    rank: int
     room: int
     generation: int
     engine: str
@@ -79,7 +80,14 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     room: int
 
 
-Order = Meet | Part | TakeOrder | WriteOrder | CompareOrder | Forget
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """These processes are dead: report Settled once nothing that they sent can still land here."""
+
+    engine: str
+    cards: tuple[Card, ...]
+
+
+Order = Meet | Part | TakeOrder | WriteOrder | CompareOrder | Forget | Settle
 
 # ------------------------------------------------------------------ port events: every rank -> rank 0
 
@@ -110,16 +118,21 @@ class Compared(msgspec.Struct, frozen=True, tag=True):
     digest: int
 
 
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    engine: str
+
+
 class PortFault(msgspec.Struct, frozen=True, tag=True):
     """Something came in, or went wrong, that belongs to no room: counted, never fatal."""
 
     rank: int
-    kind: str  # "note", "lost", "meet"
+    kind: str  # "note": no note of ours; "meet": cannot reach `engine`; "lost": the connection to `engine` is gone
     error: str
     engine: str = ""
 
 
-PortEvent = WriteDone | NoteIn | Compared | PortFault
+PortEvent = WriteDone | NoteIn | Compared | Settled | PortFault
 
 # ------------------------------------------------------------------ what the engine loop is told
 

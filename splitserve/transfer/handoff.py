@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from splitserve.errors import ProtocolError, SplitserveError
-from splitserve.transfer.ledger import Link
+from splitserve.transfer.ledger import Pair
 
 
 class Tx(StrEnum):
@@ -134,7 +134,7 @@ RECEIVER: Table[Rx] = {
         "cancel": (Rx.FAILED, ("release",)),
         "fail": (Rx.FAILED, ("report_failed", "release")),
         "dead": (Rx.FAILED, ("report_failed", "release")),
-        "silent": (Rx.OPEN, ()),
+        "silent": (Rx.FAILED, ("report_failed", "release")),
     },
     Rx.OFFERED: {
         "offer": (Rx.OFFERED, ("send_offer",)),
@@ -192,7 +192,7 @@ class Action(msgspec.Struct, frozen=True):
     name: str
     generation: int = 0
     chunk: int = 0
-    link: Link = (0, 0)
+    link: Pair = (0, 0)
 
 
 class Side(Generic[S]):

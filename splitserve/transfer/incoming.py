@@ -11,7 +11,7 @@ from math import inf
 
 from splitserve.errors import DeadlineExceeded, InvariantError, ProtocolError, SplitserveError, TransferError
 from splitserve.transfer.handoff import RECEIVER, RX_FINAL, Action, Rx, Side, Table
-from splitserve.transfer.ledger import Ledger, Link
+from splitserve.transfer.ledger import Ledger, Pair
 from splitserve.wire import Note
 
 
@@ -46,7 +46,7 @@ class Incoming(Side[Rx]):
         self._gap_at = inf
         return self._on("offer", 0.0)
 
-    def accepted(self, generation: int, links: Mapping[Link, int], *, now: float) -> list[Action]:
+    def accepted(self, generation: int, links: Mapping[Pair, int], *, now: float) -> list[Action]:
         """Prefill has the other half; `links` says how many bytes each pair of ranks owes."""
         if generation != self.generation or self.state in RX_FINAL or self.ledger.expected is not None:
             self.num_late += 1
@@ -65,7 +65,7 @@ class Incoming(Side[Rx]):
             return self.fail(error, now=now) if self.state is Rx.OFFERED else []
         return self._draw(now)
 
-    def compared(self, link: Link, digest: int, *, now: float) -> list[Action]:
+    def compared(self, link: Pair, digest: int, *, now: float) -> list[Action]:
         """Our own digest of a link."""
         if self.state is not Rx.CHECKING:
             self.num_late += 1

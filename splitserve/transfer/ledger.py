@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from splitserve.errors import ProtocolError
 from splitserve.wire import FirstToken, Note
 
-Link = tuple[int, int]
+Pair = tuple[int, int]
 
 _MASK = (1 << 64) - 1
 
@@ -25,14 +25,14 @@ class Ledger:
     """Notes of one generation of one room."""
 
     def __init__(self) -> None:
-        self.expected: dict[Link, int] | None = (
+        self.expected: dict[Pair, int] | None = (
             None  # bytes each link owes; None until prefill's cards are known
         )
         self.num_duplicates = 0
-        self._notes: dict[Link, dict[int, Note]] = {}
-        self._digests: dict[Link, int] = {}
+        self._notes: dict[Pair, dict[int, Note]] = {}
+        self._digests: dict[Pair, int] = {}
 
-    def expect(self, links: Mapping[Link, int]) -> None:
+    def expect(self, links: Mapping[Pair, int]) -> None:
         """Say what is owed. A link that owes 0 bytes may be listed: it must then be noted all the same."""
         self.expected = dict(links)
 
@@ -77,7 +77,7 @@ class Ledger:
             return "the last note carried no first token"
         return None
 
-    def gaps(self) -> dict[Link, list[int]]:
+    def gaps(self) -> dict[Pair, list[int]]:
         """Chunks that are missing though a later one, or another link's last, is here; empty before any `last`."""
         lasts = [c for chunks in self._notes.values() for c, n in chunks.items() if n.last]
         if not lasts or self.expected is None:
@@ -86,15 +86,15 @@ class Ledger:
         holes = {k: [c for c in range(top + 1) if c not in self._notes.get(k, {})] for k in self.expected}
         return {link: chunks for link, chunks in holes.items() if chunks}
 
-    def stray(self) -> list[Link]:
+    def stray(self) -> list[Pair]:
         """Links that were noted and owe nothing."""
         return [] if self.expected is None else [k for k in self._notes if k not in self.expected]
 
-    def digested(self) -> list[Link]:
+    def digested(self) -> list[Pair]:
         """Links whose notes all carry digests; only these can be compared."""
         return [k for k, chunks in self._notes.items() if chunks and all(n.digested for n in chunks.values())]
 
-    def compared(self, link: Link, digest: int) -> bool:
+    def compared(self, link: Pair, digest: int) -> bool:
         """Note this side's digest of a link; False when it is not the sum of what the notes say."""
         self._digests[link] = digest
         return digest == self.digest(link)
@@ -102,14 +102,14 @@ class Ledger:
     def all_compared(self) -> bool:
         return all(link in self._digests for link in self.digested())
 
-    def digest(self, link: Link) -> int:
+    def digest(self, link: Pair) -> int:
         """What the source says of a link: digests are sums, so those of its chunks add up (modulo 2^64)."""
         return sum(n.digest for n in self._notes.get(link, {}).values()) & _MASK
 
-    def own_digest(self, link: Link) -> int | None:
+    def own_digest(self, link: Pair) -> int | None:
         return self._digests.get(link)
 
-    def bytes_on(self, link: Link) -> int:
+    def bytes_on(self, link: Pair) -> int:
         return sum(n.bytes for n in self._notes.get(link, {}).values())
 
     @property
@@ -125,6 +125,6 @@ class Ledger:
         """The first token, from whichever note carried it."""
         return next((n.first for chunks in self._notes.values() for n in chunks.values() if n.first), None)
 
-    def _whole(self, link: Link) -> bool:
+    def _whole(self, link: Pair) -> bool:
         chunks = self._notes.get(link, {})
         return any(n.last and len(chunks) == c + 1 for c, n in chunks.items())

@@ -1,0 +1,151 @@
+"""What Sender and Receiver keep of a room beside its table: its rows, and marks of when each thing happened.
+
+The marks become plain records, the source of what `verify` prints and of every transfer figure:
+
+    prefill   computed ── posted ── written        of each chunk
+    decode    offered ── accepted ── noted ── end  of each chunk on each link (source rank, destination rank)
+
+All times are of the host's monotonic clock, so that on one host both sides' records can be laid over each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from splitserve.errors import SplitserveError
+from splitserve.spec import Kind, Units
+from splitserve.transfer.incoming import Incoming
+from splitserve.transfer.outgoing import Outgoing
+from splitserve.wire import FirstToken, Offer
+
+MAX_RECORDS = 512
+"""Of the last handoffs, on each side."""
+
+Door = tuple[str, int]
+
+
+@dataclass
+class HeldChunk:
+    """Rows [start, stop) at prefill, kept until the room is released."""
+
+    start: int
+    stop: int
+    units: tuple[Units, ...]
+    last: bool
+    first: FirstToken | None
+    computed: float
+    posted: float = 0.0
+    written: float = 0.0
+
+
+@dataclass
+class Leaving:
+    """A room at prefill."""
+
+    id: int
+    table: Outgoing
+    num_tokens: int = 0  # 0 until the request comes
+    chunks: list[HeldChunk] = field(default_factory=list)
+    offer: Offer | None = None
+    peer: bytes = b""  # the connection that decode speaks through
+    bytes: int = 0
+    descriptors: int = 0
+
+    def posted_at(self) -> float:
+        """When the first write was posted; 0 where none was."""
+        return min((c.posted for c in self.chunks if c.posted), default=0.0)
+
+    def seconds(self, now: float) -> float:
+        """Since the first write."""
+        posted = self.posted_at()
+        return now - posted if posted else 0.0
+
+    def record(self, *, now: float, lanes: list[str], error: SplitserveError | None) -> dict[str, Any]:
+        """This handoff as plain values, at its end."""
+        seconds = self.seconds(now)
+        pages = {i for c in self.chunks for u in c.units if u.kind is Kind.PAGE for i in u.ids}
+        return {
+            **_outcome(self.id, self.table.generation, error),
+            "bytes": self.bytes,
+            "descriptors": self.descriptors,
+            "pages": len(pages),
+            "lanes": lanes,
+            "seconds": seconds,
+            "gb_per_s": self.bytes / seconds / 1e9 if seconds else 0.0,
+            "chunks": [
+                {
+                    k: v
+                    for k, v in asdict(c).items()
+                    if k in ("start", "stop", "computed", "posted", "written")
+                }
+                for c in self.chunks
+            ],
+        }
+
+
+@dataclass
+class Coming:
+    """A room at decode."""
+
+    id: int
+    door: Door
+    table: Incoming
+    num_tokens: int
+    start: int
+    units: tuple[Units, ...]
+    opened: float
+    engine: str = ""  # the prefill engine that the rows were offered to
+    digests: bool = False  # asked for
+    cancelled: bool = False  # by the engine loop, which then wants no ReceiveFailed
+    offered_again: bool = False
+    offered: float = 0.0
+    accepted: float = 0.0
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def watched(self) -> set[str]:
+        """Names under which the silence of the other side counts."""
+        return {self.engine, door_name(self.door)} - {""}
+
+    def record(self, *, now: float, error: SplitserveError | None) -> dict[str, Any]:
+        """This handoff as plain values, at its end."""
+        ledger, seconds = self.table.ledger, now - self.offered
+        links = ledger.expected or {}
+        return {
+            **_outcome(self.id, self.table.generation, error),
+            "start": self.start,
+            "num_tokens": self.num_tokens,
+            "bytes": ledger.num_bytes,
+            "expected_bytes": sum(links.values()),
+            "notes_in": ledger.num_notes,
+            "seconds": seconds,
+            "gb_per_s": ledger.num_bytes / seconds / 1e9 if seconds else 0.0,
+            "digests": [
+                {
+                    "src_rank": pair[0],
+                    "dst_rank": pair[1],
+                    "prefill": f"{ledger.digest(pair):016x}",
+                    "decode": "" if (own := ledger.own_digest(pair)) is None else f"{own:016x}",
+                }
+                for pair in ledger.digested()
+            ],
+            "opened": self.opened,
+            "offered": self.offered,
+            "accepted": self.accepted,
+            "notes": self.notes,
+            "ended": now,
+        }
+
+
+def door_name(door: Door) -> str:
+    return f"{door[0]}:{door[1]}"
+
+
+def _outcome(room: int, generation: int, error: SplitserveError | None) -> dict[str, Any]:
+    return {
+        "room": room,
+        "generation": generation,
+        "ok": error is None,
+        "error": error.message if error else "",
+    }
