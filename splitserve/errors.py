@@ -6,7 +6,8 @@
     │   ├── CapacityError      the memory given cannot hold what was asked                  exit 2
     │   └── PortTaken          somebody else listens there                                  exit 2
     ├── RequestError           the client's request is wrong                                HTTP 400
-    │   ├── NotFound           unknown model, path or id                                    HTTP 404
+    │   ├── NotFound           unknown path or id                                           HTTP 404
+    │   │   └── ModelNotFound      this server has another model                                HTTP 404
     │   ├── BodyTooLarge       the body is over the limit                                   HTTP 413
     │   ├── HeadTooLarge       request line and headers are over the limit                  HTTP 431
     │   └── RequestTimeout     head or body did not arrive in time                          HTTP 400
@@ -15,6 +16,7 @@
     ├── DeadlineExceeded       the request's one deadline passed                            HTTP 503
     ├── TransferError          the state did not cross and could not be made up for         HTTP 503
     ├── PeerLost               a process of the pair died under the request                 HTTP 502
+    │   └── EngineLost         the engine behind this server's own HTTP front died          HTTP 502
     ├── ProtocolError          two of our processes disagree; always a bug or a version mix HTTP 500
     └── InvariantError         a `check()` failed: something owned was lost or shared       HTTP 500
 
@@ -83,6 +85,10 @@ class NotFound(RequestError):
     status = 404
 
 
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     status = 413
@@ -126,9 +132,24 @@ class PeerLost(SplitserveError):
     status = 502
 
 
+class EngineLost(PeerLost):
+    code = "engine_lost"
+
+
 class ProtocolError(SplitserveError):
     code = "protocol_error"
 
 
 class InvariantError(SplitserveError):
     code = "invariant_error"
+
+
+def by_code(code: str, message: str) -> SplitserveError:
+    """The error of this tree with that `code`, as it came over a wire; TransferError where the code is unknown."""
+    todo = [SplitserveError]
+    while todo:
+        cls = todo.pop()
+        if cls.code == code and cls is not SplitserveError:
+            return cls(message)
+        todo.extend(cls.__subclasses__())
+    return TransferError(message)

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, incremental detokenizer, stop strings, chat templates. Reads model files, nothing else."""
+"""Text in and out: tokenizer, incremental detokenizer, stop strings, chat templates. Only I/O: model files."""

@@ -35,7 +35,8 @@ TEMPLATES = {
 {% continue %}{% endif %}{{ m.content }};
 {% endfor %}""",
     "control": """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}
-{% if ns.n > 2 %}{% break %}{% endif %}{{ m.content.split(' ') | length }}{{ ns.n }}{% endfor %}{{ kind | default('x') }}""",
+{% if ns.n > 2 %}{% break %}{% endif %}{{ m.content.split(' ') | length }}{{ ns.n }}{% endfor %}
+{{ kind | default('x') }}""",
 }
 
 

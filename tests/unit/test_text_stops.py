@@ -1,5 +1,7 @@
 """Stop strings: equal to a character-by-character definition, whatever the pieces; nothing leaks; state can move."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +32,7 @@ def test_result_does_not_depend_on_the_pieces(text, stops, cuts, keep, move):
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     state = StopStrings(stops, keep=keep)
     shown, matched = "", None
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         if move:
             state = StopStrings(state.stops, held=state.held, keep=keep)
         released = state.feed(text[a:b])

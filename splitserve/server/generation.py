@@ -1,0 +1,125 @@
+"""The three endpoints that make tokens, from an accepted Job to the last byte of its answer.
+
+    Intake (may refuse: 4xx) ─▶ Run in the engine ─┬─▶ stream: head at once, then events
+                                                   └─▶ whole: one JSON body at the end
+
+A stream's head goes out as soon as the request is accepted: a router that waits for both halves' heads must not wait
+for decode's tokens. What fails after the head becomes an error event and [DONE], in a complete chunked body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from splitserve import log
+from splitserve.errors import SplitserveError
+from splitserve.net import sse
+from splitserve.net.request import Request
+from splitserve.net.responder import Responder
+
+from .answer import Shape, error_events
+from .intake import Intake
+from .job import ClientLeft, Job, Run
+from .openai_answer import ChatForm, CompletionForm, OpenAIShape
+from .service import Service
+from .sglang import SglangShape
+
+_log = log.get(__name__)
+
+ShapeOf = Callable[[Run], Shape]
+Accept = Callable[[Intake, Request], Awaitable[tuple[Job, ShapeOf]]]
+
+
+class Generation:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request, responder: Responder) -> None:
+        await self._serve(request, responder, endpoint="chat", accept=_accept_chat)
+
+    async def completion(self, request: Request, responder: Responder) -> None:
+        await self._serve(request, responder, endpoint="completions", accept=_accept_completion)
+
+    async def generate(self, request: Request, responder: Responder) -> None:
+        await self._serve(request, responder, endpoint="generate", accept=_accept_generate)
+
+    async def _serve(self, request: Request, responder: Responder, *, endpoint: str, accept: Accept) -> None:
+        service = self._service
+        try:
+            job, shape_of = await accept(service.admit(), request)
+            if responder.gone:
+                return
+            run = Run(
+                job,
+                service.link,
+                tokenizer=service.model().tokenizer,
+                metrics=service.metrics,
+                deadline_s=service.settings.deadline_s,
+                clock=service.clock,
+            )
+            run.start()
+        except SplitserveError as e:
+            service.metrics.refused(endpoint, e.status)
+            raise
+        await self._answer(run, shape_of(run), responder)
+
+    async def _answer(self, run: Run, shape: Shape, responder: Responder) -> None:
+        """Answer and account for it. Whatever happens, nothing of the run is left in the engine."""
+        service, job = self._service, run.job
+        service.runs.add(run)
+        service.metrics.began(job.num_prompt_tokens)
+        status = "500"
+        responder.on_left = run.leave
+        try:
+            status = await (_stream if job.stream else _whole)(run, shape, responder)
+        except ClientLeft:
+            status = "client_left"
+        except SplitserveError as e:
+            status = str(e.status)
+            raise
+        finally:
+            run.close()
+            service.runs.discard(run)
+            service.metrics.ended(job.endpoint, status, run.age_s)
+            _log.debug(
+                "%s %s: %s, %d tokens, %.3f s", job.endpoint, job.rids[0], status, run.num_output, run.age_s
+            )
+
+
+async def _stream(run: Run, shape: Shape, responder: Responder) -> str:
+    """Events until all choices have ended. Returns the status for the metrics."""
+    responder.start_stream(headers=(("cache-control", "no-cache"),))
+    try:
+        while deltas := await run.take():
+            events = shape.frames(deltas)
+            if events:
+                responder.write(events)
+                await responder.drain()
+        responder.end(shape.last() + sse.DONE)
+    except SplitserveError as e:
+        responder.end(error_events(e))
+        return f"error:{e.code}"
+    return "200"
+
+
+async def _whole(run: Run, shape: Shape, responder: Responder) -> str:
+    while deltas := await run.take():
+        shape.take(deltas)
+    responder.send_json(200, shape.whole())
+    return "200"
+
+
+async def _accept_chat(intake: Intake, request: Request) -> tuple[Job, ShapeOf]:
+    job, style = await intake.chat_job(request.body, request.headers)
+    form = ChatForm(style, intake.tokenizer)
+    return job, lambda run: OpenAIShape(run, style, form=form)
+
+
+async def _accept_completion(intake: Intake, request: Request) -> tuple[Job, ShapeOf]:
+    job, style = await intake.completion_job(request.body, request.headers)
+    return job, lambda run: OpenAIShape(run, style, form=CompletionForm(style, intake.tokenizer, run))
+
+
+async def _accept_generate(intake: Intake, request: Request) -> tuple[Job, ShapeOf]:
+    job, style = await intake.generate_job(request.body, request.headers)
+    return job, lambda run: SglangShape(run, style, tokenizer=intake.tokenizer)
