@@ -1,0 +1,274 @@
+"""`splitserve bench`: warm up, load a server shape by shape, reconcile the counts, report.
+
+Exit code 0 when every request was answered, 1 when some failed; ConfigError (exit code 2) when the target cannot be
+measured at all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import splitserve
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.net.client import Client
+from splitserve.net.upstream import split_url
+
+from . import report
+from .client import LoadClient
+from .metrics import Marks, Slo, Summary, summarize
+from .workload import Ask, Vocabulary, random_asks, read_trace, trace_asks
+
+WARM_TOKENS = 4
+DEFAULT_CONCURRENCY = (1, 8, 16)
+DEFAULT_NUM = (6, 24, 32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `rate` and `trace` are open loops; otherwise one closed loop for each concurrency."""
+
+    url: str
+    concurrency: tuple[int, ...] = DEFAULT_CONCURRENCY
+    num: tuple[int, ...] = DEFAULT_NUM
+    input_len: int = 256
+    output_len: int = 256
+    rate: float | None = None
+    trace: Path | None = None
+    seed: int | None = None
+    model: str = ""
+    api_key: str = ""
+    vocab: int = 0
+    slo: Slo | None = None
+    timeout_s: float = 600.0
+
+    def check(self) -> None:
+        """ConfigError names the first setting that cannot be."""
+        for name, values in (("concurrency", self.concurrency), ("num", self.num)):
+            if not values or any(v < 1 for v in values):
+                raise ConfigError(f"{name} is {list(values)}, needs at least one number above 0", field=name)
+        if len(self.num) not in (1, len(self.concurrency)):
+            raise ConfigError(
+                f"{len(self.num)} values of num for {len(self.concurrency)} of concurrency",
+                field="num",
+                fix="give one value, or one for each concurrency",
+            )
+        for name in ("input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1", field=name)
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate is {self.rate}, must be above 0", field="rate")
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(concurrency, number of requests) of each closed loop."""
+        num = self.num * len(self.concurrency) if len(self.num) == 1 else self.num
+        return list(zip(self.concurrency, num, strict=True))
+
+
+def run(
+    url: str,
+    *,
+    concurrency: Sequence[int] = DEFAULT_CONCURRENCY,
+    num: Sequence[int] | None = None,
+    input_len: int = 256,
+    output_len: int = 256,
+    rate: float | None = None,
+    seed: int | None = None,
+    json_path: Path | str | None = None,
+    **more: Any,
+) -> int:
+    """Measure and report; `more` are further fields of Plan. `json_path` "-" writes JSON to stdout and no table."""
+    import uvloop
+
+    if num is None:
+        num = (
+            DEFAULT_NUM if tuple(concurrency) == DEFAULT_CONCURRENCY else [max(4, 2 * c) for c in concurrency]
+        )
+    plan = Plan(url, tuple(concurrency), tuple(num), input_len, output_len, rate, seed=seed, **more)
+    plan.check()
+    console = Console(stderr=str(json_path) == "-")
+    summaries, facts = uvloop.run(measure(plan, console))
+    if str(json_path) == "-":
+        sys.stdout.write(_to_text(summaries, facts))
+    else:
+        report.print_report(console, summaries, f"{facts['url']}  {facts['model']}  {facts['workload']}")
+        if json_path is not None:
+            Path(json_path).write_text(_to_text(summaries, facts), encoding="utf-8")
+            console.print(f"written to {json_path}", highlight=False)
+    return 1 if any(s.num_failed for s in summaries) else 0
+
+
+async def measure(plan: Plan, console: Console) -> tuple[list[Summary], dict[str, Any]]:
+    """All shapes of a plan, one after another, and the facts that make them repeatable."""
+    plan.check()
+    origin, _ = split_url(plan.url)
+    url = f"http://{origin.authority}"
+    async with Client() as client:
+        model, vocabulary = await find_target(client, url, plan)
+        seed = plan.seed if plan.seed is not None else random.SystemRandom().getrandbits(48)
+        load = LoadClient(
+            client, url, model=model, now=time.perf_counter, timeout_s=plan.timeout_s, api_key=plan.api_key
+        )
+        facts = _facts(plan, url, model, seed)
+        if plan.rate is not None or plan.trace is not None:
+            return [await _open_loop(plan, load, vocabulary, seed, console)], facts
+        return await _closed_loops(plan, load, vocabulary, seed, console), facts
+
+
+async def _closed_loops(
+    plan: Plan, load: LoadClient, vocabulary: Vocabulary, seed: int, console: Console
+) -> list[Summary]:
+    summaries = []
+    for concurrency, num in plan.shapes:
+        rng = random.Random(f"{seed}/{concurrency}")
+        draw = partial(random_asks, input_len=plan.input_len, rng=rng, vocabulary=vocabulary)
+        warm = draw(min(concurrency, 4), output_len=min(WARM_TOKENS, plan.output_len))
+        await _warm_up(load, warm, console)
+        asks = draw(num, output_len=plan.output_len)
+        with _Ticker(console, f"c={concurrency}", len(asks)) as ticker:
+            marks, duration_s = await load.closed_loop(asks, concurrency, ticker.tick)
+        summaries.append(summarize(marks, duration_s=duration_s, concurrency=concurrency, slo=plan.slo))
+    return summaries
+
+
+async def _open_loop(
+    plan: Plan, load: LoadClient, vocabulary: Vocabulary, seed: int, console: Console
+) -> Summary:
+    rng = random.Random(f"{seed}/open")
+    if plan.trace is not None:
+        rows = read_trace(plan.trace, plan.num[0])
+        asks = trace_asks(
+            rows, seed=seed, vocabulary=vocabulary, max_input=plan.input_len, max_output=plan.output_len
+        )
+    else:
+        asks = random_asks(
+            plan.num[0],
+            input_len=plan.input_len,
+            output_len=plan.output_len,
+            rng=rng,
+            vocabulary=vocabulary,
+            rate=plan.rate,
+        )
+    await _warm_up(
+        load, [Ask(vocabulary.draw(rng, plan.input_len), min(WARM_TOKENS, plan.output_len))], console
+    )
+    with _Ticker(console, f"{plan.rate:g}/s" if plan.rate else "trace", len(asks)) as ticker:
+        marks, duration_s = await load.open_loop(asks, ticker.tick)
+    return summarize(marks, duration_s=duration_s, rate=plan.rate, slo=plan.slo)
+
+
+async def _warm_up(load: LoadClient, asks: Sequence[Ask], console: Console) -> None:
+    """Untimed requests of this shape. ConfigError when the server refuses it: the run would measure nothing."""
+    marks, _ = await load.closed_loop(asks, len(asks))
+    failed = [m for m in marks if not m.ok]
+    if len(failed) == len(marks):
+        why = failed[0].error or "no token came"
+        raise ConfigError(
+            f"the server does not answer this load: {why}", fix="try it with curl, or shorter lengths"
+        )
+    for mark in failed:
+        console.print(f"[yellow]warm-up[/]: {mark.error}", highlight=False)
+
+
+async def find_target(client: Client, url: str, plan: Plan) -> tuple[str, Vocabulary]:
+    """The model's name and its vocabulary, as far as the server tells. ConfigError when there is no such server."""
+    headers = [("authorization", f"Bearer {plan.api_key}")] if plan.api_key else []
+    try:
+        models = await client.request("GET", f"{url}/v1/models", headers=headers, timeout_s=10.0)
+    except SplitserveError as e:
+        raise ConfigError(
+            e.message, field="url", fix="start one with `splitserve up`, or give its URL"
+        ) from None
+    if models.status == 401:
+        raise ConfigError(f"{url} needs an API key", field="api_key", fix="give it with --api-key")
+    if models.status != 200:
+        raise ConfigError(
+            f"GET {url}/v1/models answered {models.status}: {models.body[:200].decode(errors='replace')}"
+        )
+    served = _walk(_json(models.body), "data", 0, "id")
+    model = plan.model or (served if isinstance(served, str) else "")
+    if not model:
+        raise ConfigError(f"{url} tells no model name", field="model", fix="give it with --model")
+    if plan.vocab:
+        return model, Vocabulary.of_size(plan.vocab)
+    told = await client.request("GET", f"{url}/model_info", headers=headers, timeout_s=10.0)
+    size = _walk(_json(told.body), "vocab_size") if told.status == 200 else None
+    return model, Vocabulary.of_size(size) if isinstance(size, int) and size > 1 else Vocabulary()
+
+
+class _Ticker:
+    """Progress: a bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, console: Console, label: str, total: int) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[failed]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task(label, total=total, failed="")
+        self._num_failed = 0
+
+    def __enter__(self) -> _Ticker:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def tick(self, marks: Marks) -> None:
+        self._num_failed += not marks.ok
+        failed = f"{self._num_failed} failed" if self._num_failed else ""
+        self._progress.update(self._task, advance=1, failed=failed)
+
+
+def _facts(plan: Plan, url: str, model: str, seed: int) -> dict[str, Any]:
+    lengths = f"{plan.input_len} in / {plan.output_len} out"
+    return {
+        "version": splitserve.__version__,
+        "url": url,
+        "model": model,
+        "workload": f"{plan.trace.name}, at most {lengths}" if plan.trace else f"random, {lengths}",
+        "seed": seed,
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cpus",
+        "command": " ".join(sys.argv),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _to_text(summaries: Sequence[Summary], facts: dict[str, Any]) -> str:
+    found = {**facts, "results": [report.to_json(s) for s in summaries]}
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+
+
+def _walk(found: Any, *path: str | int) -> Any:
+    """found[path[0]][path[1]]..., or None where it does not exist."""
+    for step in path:
+        in_dict = isinstance(found, dict) and step in found
+        in_list = isinstance(found, list) and isinstance(step, int) and step < len(found)
+        if not (in_dict or in_list):
+            return None
+        found = found[step]
+    return found
