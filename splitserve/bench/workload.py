@@ -22,7 +22,7 @@ TRACE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its prompt, how many tokens it wants, and when it comes (from the start; unused in a closed loop)."""
+    """One request: its prompt, how many tokens it wants, and when it comes after the start (open loop)."""
 
     prompt: tuple[int, ...]
     output_len: int
@@ -85,7 +85,7 @@ def trace_asks(
     max_output: int | None = None,
     speed: float = 1.0,
 ) -> list[Ask]:
-    """Prompts for a trace: equal hash ids give equal blocks. Lengths are cut to the maxima; `speed` 2 halves the times."""
+    """Prompts for a trace: equal hash ids give equal blocks. `speed` 2 halves the times between arrivals."""
     asks = []
     for number, row in enumerate(rows):
         length = row.input_len if max_input is None else min(row.input_len, max_input)
