@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,80 +27,28 @@ from splitserve.net.upstream import split_url
 
 from . import report
 from .client import LoadClient
-from .metrics import Marks, Slo, Summary, summarize
+from .metrics import Marks, Summary, summarize
+from .plan import Plan, from_words
 from .workload import Ask, Vocabulary, random_asks, read_trace, trace_asks
 
 WARM_TOKENS = 4
-DEFAULT_CONCURRENCY = (1, 8, 16)
-DEFAULT_NUM = (6, 24, 32)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure. `rate` and `trace` are open loops; otherwise one closed loop for each concurrency."""
-
-    url: str
-    concurrency: tuple[int, ...] = DEFAULT_CONCURRENCY
-    num: tuple[int, ...] = DEFAULT_NUM
-    input_len: int = 256
-    output_len: int = 256
-    rate: float | None = None
-    trace: Path | None = None
-    seed: int | None = None
-    model: str = ""
-    api_key: str = ""
-    vocab: int = 0
-    slo: Slo | None = None
-    timeout_s: float = 600.0
-
-    def check(self) -> None:
-        """ConfigError names the first setting that cannot be."""
-        for name, values in (("concurrency", self.concurrency), ("num", self.num)):
-            if not values or any(v < 1 for v in values):
-                raise ConfigError(f"{name} is {list(values)}, needs at least one number above 0", field=name)
-        if len(self.num) not in (1, len(self.concurrency)):
-            raise ConfigError(
-                f"{len(self.num)} values of num for {len(self.concurrency)} of concurrency",
-                field="num",
-                fix="give one value, or one for each concurrency",
-            )
-        for name in ("input_len", "output_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1", field=name)
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate is {self.rate}, must be above 0", field="rate")
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(concurrency, number of requests) of each closed loop."""
-        num = self.num * len(self.concurrency) if len(self.num) == 1 else self.num
-        return list(zip(self.concurrency, num, strict=True))
+def run(words: Sequence[str]) -> int:
+    """The command: `words` are those after `splitserve bench`."""
+    plan, json_path = from_words(words)
+    return bench(plan, json_path=json_path)
 
 
-def run(
-    url: str,
-    *,
-    concurrency: Sequence[int] = DEFAULT_CONCURRENCY,
-    num: Sequence[int] | None = None,
-    input_len: int = 256,
-    output_len: int = 256,
-    rate: float | None = None,
-    seed: int | None = None,
-    json_path: Path | str | None = None,
-    **more: Any,
-) -> int:
-    """Measure and report; `more` are further fields of Plan. `json_path` "-" writes JSON to stdout and no table."""
+def bench(plan: Plan, *, json_path: Path | str | None = None) -> int:
+    """Measure and report. `json_path` "-" writes JSON to stdout and the table nowhere."""
     import uvloop
 
-    if num is None:
-        num = (
-            DEFAULT_NUM if tuple(concurrency) == DEFAULT_CONCURRENCY else [max(4, 2 * c) for c in concurrency]
-        )
-    plan = Plan(url, tuple(concurrency), tuple(num), input_len, output_len, rate, seed=seed, **more)
     plan.check()
-    console = Console(stderr=str(json_path) == "-")
+    to_stdout = str(json_path) == "-"
+    console = Console(stderr=to_stdout)
     summaries, facts = uvloop.run(measure(plan, console))
-    if str(json_path) == "-":
+    if to_stdout:
         sys.stdout.write(_to_text(summaries, facts))
     else:
         report.print_report(console, summaries, f"{facts['url']}  {facts['model']}  {facts['workload']}")

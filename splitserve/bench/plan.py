@@ -1,0 +1,118 @@
+"""What `splitserve bench` measures, and its words on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitserve.errors import ConfigError
+
+from .metrics import Slo
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_CONCURRENCY = (1, 8, 16)
+DEFAULT_NUM = (6, 24, 32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `rate` and `trace` are open loops; otherwise one closed loop for each concurrency."""
+
+    url: str
+    concurrency: tuple[int, ...] = DEFAULT_CONCURRENCY
+    num: tuple[int, ...] = DEFAULT_NUM
+    input_len: int = 256
+    output_len: int = 256
+    rate: float | None = None
+    trace: Path | None = None
+    seed: int | None = None
+    model: str = ""
+    api_key: str = ""
+    vocab: int = 0
+    slo: Slo | None = None
+    timeout_s: float = 600.0
+
+    def check(self) -> None:
+        """ConfigError names the first setting that cannot be."""
+        for name, values in (("concurrency", self.concurrency), ("num", self.num)):
+            if not values or any(v < 1 for v in values):
+                raise ConfigError(f"{name} is {list(values)}, needs at least one number above 0", field=name)
+        if len(self.num) not in (1, len(self.concurrency)):
+            raise ConfigError(
+                f"{len(self.num)} values of num for {len(self.concurrency)} of concurrency",
+                field="num",
+                fix="give one value, or one for each concurrency",
+            )
+        for name in ("input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1", field=name)
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate is {self.rate}, must be above 0", field="rate")
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(concurrency, number of requests) of each closed loop."""
+        num = self.num * len(self.concurrency) if len(self.num) == 1 else self.num
+        return list(zip(self.concurrency, num, strict=True))
+
+    @staticmethod
+    def num_for(concurrency: Sequence[int]) -> tuple[int, ...]:
+        """Enough requests for each concurrency to fill it twice."""
+        return (
+            DEFAULT_NUM
+            if tuple(concurrency) == DEFAULT_CONCURRENCY
+            else tuple(max(4, 2 * c) for c in concurrency)
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """`splitserve bench [URL] ...`"""
+    p = argparse.ArgumentParser("splitserve bench", description="measure a server from outside")
+    p.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"server or router (default {DEFAULT_URL})")
+    p.add_argument(
+        "--concurrency", type=_numbers, default=DEFAULT_CONCURRENCY, help="closed loops, as 1,8,16"
+    )
+    p.add_argument("--num", type=_numbers, help="requests of each loop, as 6,24,32 or one number for all")
+    p.add_argument("--input-len", type=int, default=256, help="prompt tokens (a trace: at most)")
+    p.add_argument("--output-len", type=int, default=256, help="output tokens (a trace: at most)")
+    p.add_argument("--rate", type=float, help="open loop: requests a second, Poisson")
+    p.add_argument("--trace", type=Path, help="open loop: Mooncake .jsonl or Azure .csv")
+    p.add_argument("--seed", type=int, help="draw the same prompts again (a prefix cache may then answer)")
+    p.add_argument("--model", default="", help="model name; default: what the server tells")
+    p.add_argument("--vocab", type=int, default=0, help="vocabulary size; default: what the server tells")
+    p.add_argument("--api-key", default="", help="bearer key")
+    p.add_argument("--slo-ttft-ms", type=float, help="with --slo-tpot-ms: count goodput under these limits")
+    p.add_argument("--slo-tpot-ms", type=float)
+    p.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", help="seconds for one request")
+    p.add_argument(
+        "--json", dest="json_path", nargs="?", const="-", help="write JSON to a file, or to stdout"
+    )
+    return p
+
+
+def from_words(words: Sequence[str]) -> tuple[Plan, str | None]:
+    """(Plan, where JSON goes) of the command line. argparse exits with code 2 for what it cannot read."""
+    args = parser().parse_args(list(words))
+    if (args.slo_ttft_ms is None) != (args.slo_tpot_ms is None):
+        raise ConfigError("an SLO has two limits", field="slo", fix="give --slo-ttft-ms and --slo-tpot-ms")
+    slo = None if args.slo_ttft_ms is None else Slo(args.slo_ttft_ms / 1000, args.slo_tpot_ms / 1000)
+    plan = Plan(
+        url=args.url,
+        concurrency=args.concurrency,
+        num=args.num or Plan.num_for(args.concurrency),
+        slo=slo,
+        **{
+            n: getattr(args, n)
+            for n in ("input_len", "output_len", "rate", "trace", "seed", "model", "vocab")
+        },
+        api_key=args.api_key,
+        timeout_s=args.timeout_s,
+    )
+    plan.check()
+    return plan, args.json_path
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
