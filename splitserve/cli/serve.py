@@ -6,7 +6,7 @@ import argparse
 
 from splitserve.cli import flags
 from splitserve.config import EngineConfig, RouterConfig, ServerConfig, TransferConfig
-from splitserve.errors import ConfigError
+from splitserve.types import Role
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -24,15 +24,13 @@ def serve(args: argparse.Namespace) -> int:
 def router(args: argparse.Namespace) -> int:
     """The router in front of engines that run already."""
     config = flags.read(args, RouterConfig, "router")
-    prefills = [_prefill(text) for text in args.prefill]
-    if not args.worker and not (prefills and args.decode):
-        raise ConfigError(
-            f"{len(prefills)} prefill, {len(args.decode)} decode and {len(args.worker)} unified engines serve nobody",
-            fix="give --prefill URL,PORT and --decode URL, or --worker URL",
-        )
+    from splitserve.router.fleet import Endpoint
     from splitserve.router.main import run
 
-    return int(run(config, prefill=prefills, decode=args.decode, workers=args.worker, alive_fd=args.alive_fd))
+    workers = [Endpoint.parse(text, Role.PREFILL) for text in args.prefill]
+    workers += [Endpoint.parse(text, Role.DECODE) for text in args.decode]
+    workers += [Endpoint.parse(text, Role.UNIFIED) for text in args.worker]
+    return int(run(config, workers=workers, alive_fd=args.alive_fd))
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -47,13 +45,3 @@ def bench(args: argparse.Namespace) -> int:
     from splitserve.bench.main import run
 
     return int(run(args.words))
-
-
-def _prefill(text: str) -> tuple[str, int | None]:
-    """'http://host:1234,5678' is that URL with rendezvous port 5678."""
-    url, comma, port = text.partition(",")
-    if comma and not port.isdigit():
-        raise ConfigError(
-            f"--prefill {text}: {port!r} is no port", field="prefill", fix="write --prefill URL,PORT"
-        )
-    return url, int(port) if comma else None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError
-from splitserve.launch.identity import Identity
+from splitserve.launch.identity import Identity, descendants, parent_of
 
 _MAX_LINE = 1 << 16
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,6 +45,7 @@ class Running:
         self.popen = popen
         self.log = log
         self.ended = False
+        self.ranks: list[Identity] = []  # as of when it was ready
 
     @property
     def pid(self) -> int:
@@ -153,6 +154,12 @@ def exited(known: Mapping[int, str]) -> list[str]:
         if zombie is None or zombie.si_pid in known:
             return found
         os.waitpid(zombie.si_pid, 0)
+
+
+def orphans(known: Mapping[int, str]) -> list[Identity]:
+    """Adopted processes that still run: ranks of an engine whose server has died."""
+    me = os.getpid()
+    return [who for who in descendants(me) if who.pid not in known and parent_of(who.pid) == me and who.alive]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

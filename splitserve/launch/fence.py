@@ -44,23 +44,18 @@ async def fence(who: Identity, ours: Mapping[int, str]) -> dict[str, Any]:
         leader = Identity.of(owner)
         if leader is not None:
             leader.kill_group()  # an engine without one of its ranks is no engine: let it be started again as a whole
-        return {"ok": True, "dead": dead or not who.alive, "name": ours[owner]}
+        return {"ok": True, "dead": dead or not who.alive, "name": ours.get(owner, "orphan")}
     finally:
         os.close(pidfd)
 
 
 def _owner(pid: int, ours: Mapping[int, str]) -> int | None:
-    """Our child that `pid` is, or descends from, or whose group it is in."""
-    try:
-        group = os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-    if group in ours:
-        return group
+    """Our child that `pid` is or descends from: a server, or a rank that we adopted when its server died."""
     while pid > 1:
-        if pid in ours:
+        parent = parent_of(pid)
+        if pid in ours or parent == os.getpid():
             return pid
-        pid = parent_of(pid)
+        pid = parent
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -36,18 +37,33 @@ class Identity:
     def kill_group(self) -> list[int]:
         """SIGKILL to the process group that this process leads or led; the pids that were in it.
 
-        A leader that is gone may leave members behind (its pid stays taken while the group lives). They are killed one
-        by one, and only if their command line is ours, in case the number went to a stranger's group meanwhile.
+        A leader that is gone may leave members behind (its number stays taken while the group lives). They are killed
+        only if their command line is ours; nobody is, if the number belongs to another process by now.
         """
-        led = self.exists
+        now = Identity.of(self.pid)
+        if now not in (self, None):
+            return []
         members = [pid for pid in _pids() if _group_of(pid) == self.pid]
+        if now is None:
+            members = [pid for pid in members if b"splitserve" in _bytes(f"/proc/{pid}/cmdline")]
         for pid in members:
-            if led or b"splitserve" in _bytes(f"/proc/{pid}/cmdline"):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return members
+
+    def kill(self) -> bool:
+        """SIGKILL to this process alone, if it is still the one meant."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.alive:
+                return False
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            return True
+        finally:
+            os.close(fd)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """True once it no longer runs; False when `timeout_s` is over first."""
@@ -68,6 +84,20 @@ class Identity:
 def boot_id() -> str:
     """Differs after every boot of this kernel: pids and ticks of another boot mean nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def descendants(pid: int) -> list[Identity]:
+    """Everybody below a process, children before their children."""
+    children: dict[int, list[int]] = {}
+    for each in _pids():
+        children.setdefault(parent_of(each), []).append(each)
+    below, found = [pid], []
+    for parent in below:
+        for child in children.get(parent, []):
+            below.append(child)
+            if who := Identity.of(child):
+                found.append(who)
+    return found
 
 
 def parent_of(pid: int) -> int:

@@ -188,21 +188,23 @@ class RunDir:
         self._ended = []
         if state.get("boot") != boot_id():
             return
-        left = [
-            (str(p.get("name")), Identity(int(p["pid"]), int(p["start"])))
-            for p in state.get("processes", [])
-            if p.get("pid") and p.get("start")
-        ]
+        left = [(p["name"], _identity(p)) for p in state.get("processes", []) if p.get("pid")]
+        ranks = [(p["name"], _identity(r)) for p in state.get("processes", []) for r in p.get("ranks", [])]
         for name, who in left:
             if members := who.kill_group():
                 self._ended.append(f"{name} (pid {', '.join(map(str, members))})")
-        for _, who in left:
+        self._ended += [f"rank of {name} (pid {who.pid})" for name, who in ranks if who.kill()]
+        for _, who in [*left, *ranks]:
             who.wait_gone(5.0)
 
     def _remove_contents(self) -> None:
         for entry in self.path.iterdir():
             if entry.name != "lock":
                 _remove(entry)
+
+
+def _identity(state: dict[str, Any]) -> Identity:
+    return Identity(int(state["pid"]), int(state["start"]))
 
 
 def _remove(path: Path) -> None:

@@ -26,7 +26,7 @@ from splitserve.launch import children, control, logs, probe
 from splitserve.launch.commands import fill, url
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.fence import fence
-from splitserve.launch.identity import Identity
+from splitserve.launch.identity import Identity, descendants
 from splitserve.launch.lifecycle import (
     Action,
     Event,
@@ -52,6 +52,9 @@ Report = Callable[[dict[str, Any]], None]
 """Called with {"event": kind, ...}: kinds of Tell, with "done" where loading and "url" where ready or up."""
 
 LOG_CHECK_S = 1.0
+ORPHAN_S = 2.0
+"""How long ranks may take to leave when their server has died; a stopped one never does."""
+ORPHAN_PAUSE_S = 0.02
 TAIL_LINES = 20
 
 
@@ -125,6 +128,8 @@ class Supervisor:
                 if not running.ended:
                     running.signal(signal.SIGKILL)
                     running.reap()
+            for orphan in children.orphans({}):
+                orphan.kill()
             self._alive.close()
         return self._outcome(code)
 
@@ -205,20 +210,33 @@ class Supervisor:
 
     def _on_message(self, name: str, running: children.Running, message: dict[str, Any]) -> None:
         if self._running.get(name) is running:  # and not one that has been replaced since
+            running.ranks = descendants(running.pid) if message.get("ready") else running.ranks
             self._feed(Line(name, message))
 
     def _reap(self) -> None:
         """SIGCHLD: collect every child that has exited, until there is none."""
         while True:
-            known = {r.pid: name for name, r in self._running.items() if not r.ended}
-            gone = children.exited(known)
+            gone = children.exited(self._known())
             if not gone:
                 return
             for name in gone:
                 running = self._running[name]
                 if self._lifecycle.overall is not Overall.STOPPING:
                     self._last_dead = running.log
-                self._feed(Exited(name, running.reap()))
+                self._spawn_task(self._bury(name, running.reap()))
+
+    async def _bury(self, name: str, code: int) -> None:
+        """A child is gone once its ranks are: they see their pipe end and leave, and are killed if they do not."""
+        until = time.monotonic() + ORPHAN_S
+        while left := children.orphans(self._known()):
+            if time.monotonic() > until:
+                for who in left:
+                    who.kill()
+            await asyncio.sleep(ORPHAN_PAUSE_S)
+        self._feed(Exited(name, code))
+
+    def _known(self) -> dict[int, str]:
+        return {r.pid: name for name, r in self._running.items() if not r.ended}
 
     def _listen_to_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
@@ -270,8 +288,7 @@ class Supervisor:
                     "restart: no such process", field="name", fix=f"one of {', '.join(self._specs)}"
                 )
             case {"op": "fence", "pid": int(pid), "start": int(start)}:
-                ours = {r.pid: name for name, r in self._running.items() if not r.ended}
-                answer = await fence(Identity(pid, start), ours)
+                answer = await fence(Identity(pid, start), self._known())
                 if answer["name"]:
                     self._report(
                         {"event": "fenced", "name": answer["name"], "text": f"pid {pid}, asked by a peer"}
@@ -299,6 +316,7 @@ class Supervisor:
             "done": child.done,
             "pid": running.pid if running and here else None,
             "start": running.identity.start if running and here else None,
+            "ranks": [asdict(who) for who in running.ranks] if running and here else [],
             "ports": {w.key: self._ports[f"{name}.{w.key}"] for w in spec.ports},
             "url": child.url,
             "cpus": list(spec.cpus or spec.front_cpus),

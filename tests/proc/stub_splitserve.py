@@ -6,8 +6,8 @@ by its model's name:
 
     ok           ready at once
     slow         loading for ever
-    die-once     exits with 1 a moment after it was ready, the first time
-    die-always   exits with 1 as soon as it has been ready for a moment
+    die-once     exits with 1 once it was ready and RUN_DIR/die is there; not again after its restart
+    die-always   the same, again and again
     die-loading  prints to its log and exits with 1 before it is ready
     bad-config   exits with 2 before it is ready
     deaf         ignores SIGTERM
@@ -58,17 +58,14 @@ async def _child(words: list[str]) -> int:
         return 2
     if args.model == "rank":
         rank = "import os, sys\nos.read(int(sys.argv[1]), 1)"
-        subprocess.Popen([sys.executable, "-c", rank, str(args.alive_fd)], pass_fds=(args.alive_fd,))
+        words = [sys.executable, "-c", rank, str(args.alive_fd)]
+        subprocess.Popen(words, pass_fds=(args.alive_fd,), stdout=sys.stderr, start_new_session=True)
     server = await asyncio.start_server(_answer, "127.0.0.1", args.port)
     if args.model != "slow":
         _say({"ready": True, "url": f"http://127.0.0.1:{args.port}"})
-    dies = args.model == "die-always" or (args.model == "die-once" and _first_time(Path(args.run_dir)))
-    if dies:
-        # Once somebody has asked whether it is there: thus the deployment was up when it died.
-        await asyncio.wait(
-            [asyncio.create_task(done.wait()), asyncio.create_task(_file(Path(args.run_dir) / "die"))],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+    if args.model == "die-always" or (args.model == "die-once" and _first_time(Path(args.run_dir))):
+        asked = asyncio.create_task(_file(Path(args.run_dir) / "die"))  # the test says when: once all is up
+        await asyncio.wait([asyncio.create_task(done.wait()), asked], return_when=asyncio.FIRST_COMPLETED)
         if not done.is_set():
             return 1
     await done.wait()
