@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
+from splitserve.kv.pool import Pool
 from splitserve.layers.forward import Forward, Group
+from splitserve.models.config import ModelConfig
+from splitserve.models.registry import states
+from splitserve.spec import lay_out
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -44,6 +48,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
             "factor": 4.0,
             "original_max_position_embeddings": 64,
+        },
+    },
+    "longrope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + 0.1 * i for i in range(4)],
+            "long_factor": [1.5 + 0.7 * i for i in range(4)],
         },
     },
     "mistral": {"model_type": "mistral", "sliding_window": 24},
@@ -105,29 +119,33 @@ def write_checkpoint(
                 else 1.5 * scale * torch.randn_like(weight)
             )
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
-    return model.float()
+    if dtype is torch.float32:
+        return model
+    # Read it again: model.to() has rounded the rotary frequencies too, which no checkpoint holds.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-class DictStates:
-    """States of one rank without a pool: one tensor a layer, filled with NaN so that a row nobody wrote shows."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        kv_heads: int,
-        page_tokens: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-    ) -> None:
-        self._layers = torch.full(
-            (num_pages, kv_heads, num_layers, page_tokens, width), float("nan"), dtype=dtype
-        )
-
-    def view(self, name: str, layer: int) -> torch.Tensor:
-        assert name == "kv"
-        return self._layers[:, :, layer]
+def make_pool(
+    cfg: ModelConfig,
+    *,
+    dtype: str = "f32",
+    rank: int = 0,
+    size: int = 1,
+    num_pages: int = 64,
+    page_tokens: int = 16,
+) -> Pool:
+    """The states of one rank, all poisoned: a row that is read and was never written gives NaN."""
+    specs = states(cfg, dtype=dtype)
+    pool = Pool(
+        specs,
+        layout=lay_out(specs, page_tokens=page_tokens, rank=rank, size=size),
+        num_pages=num_pages,
+        num_slots=0,
+        device="cpu",
+        allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+    )
+    pool.poison(range(num_pages))
+    return pool
 
 
 @dataclass

@@ -7,6 +7,7 @@ of the GGUF keys: the GGUF specification.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from splitserve.errors import RequestError, WeightsError
@@ -75,9 +76,21 @@ class ModelConfig:
         return replace(self, max_len=max_len or self.max_len)
 
 
+_MAX_LAYERS = 1024  # damage in a header must not become a loop over 2^32 layers
+
+
+def check_layers(number: int, where: str) -> int:
+    """`number` of layers, when a model can have it. Raises WeightsError."""
+    if not 1 <= number <= _MAX_LAYERS:
+        raise WeightsError(
+            f"{where}: {number} layers; between 1 and {_MAX_LAYERS} are possible", field="num_layers"
+        )
+    return number
+
+
 def check(config: ModelConfig, where: str) -> ModelConfig:
     """Raise WeightsError, naming the file, where the numbers cannot belong to one model; return `config`."""
-    for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_len"):
+    for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_len"):
         if getattr(config, name) < 1:
             raise WeightsError(f"{where}: {name} is {getattr(config, name)}, must be at least 1", field=name)
     if config.num_heads % config.num_kv_heads:
@@ -90,4 +103,16 @@ def check(config: ModelConfig, where: str) -> ModelConfig:
         raise WeightsError(
             f"{where}: {config.num_experts_per_token} of {config.num_experts} experts for a token"
         )
+    if not 0 <= config.eps < 1:
+        raise WeightsError(f"{where}: the epsilon of the norms is {config.eps}", field="eps")
+    _check_rope(config.rope, where)
     return config
+
+
+def _check_rope(rope: Rope, where: str) -> None:
+    positive = (rope.factor, *rope.short_factor, *rope.long_factor, *rope.divisors)
+    bands = rope.beta_fast > rope.beta_slow > 0 and rope.high_freq_factor > rope.low_freq_factor >= 0
+    if not (rope.theta > 1 and all(0 < x < math.inf for x in positive) and bands and rope.original_len >= 0):
+        raise WeightsError(f"{where}: impossible rotary embedding: {rope}")
+    if rope.kind in ("llama3", "yarn", "longrope") and rope.original_len < 2:
+        raise WeightsError(f"{where}: {rope.kind} scaling needs the original length, not {rope.original_len}")

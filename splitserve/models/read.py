@@ -11,7 +11,7 @@ from splitserve.errors import WeightsError
 from splitserve.weights.gguf import GgufFile
 from splitserve.weights.locate import Source
 
-from .config import ModelConfig, Rope, check
+from .config import ModelConfig, Rope, check, check_layers
 
 T = TypeVar("T")
 
@@ -67,10 +67,23 @@ class _Keys:
             raise WeightsError(f"{self.where} lacks {self._prefix + key!r}", field=key)
         return self._typed(key, value, int)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers; empty where it is absent or null."""
+        items = self.raw(key)
+        if items is not None and not isinstance(items, list):
+            raise WeightsError(f"{self.where}: {self._prefix + key} is {items!r}: no list", field=key)
+        return tuple(self._typed(key, item, float) for item in items or ())
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them; empty where it is absent or null."""
+        value = self.raw(key)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(self._typed(key, item, int) for item in items)
+
     def _typed(self, key: str, value: Any, kind: Callable[[Any], T]) -> T:
         try:
             number = kind(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         # int("3"), bool("no") and int(2.5) succeed and are wrong: a value must survive its own conversion.
         if number is None or (isinstance(value, str) and kind is not str) or number != value:
@@ -88,11 +101,8 @@ def from_hf(values: dict[str, Any], path: Path, *, generation: dict[str, Any] | 
     act = values.get("hidden_act", "silu")
     if act != "silu":
         raise WeightsError(f"{path}: hidden_act is {act!r}; these models use 'silu'")
-    heads, hidden, layers = (
-        keys.need("num_attention_heads"),
-        keys.need("hidden_size"),
-        keys.need("num_hidden_layers"),
-    )
+    heads, hidden = keys.need("num_attention_heads"), keys.need("hidden_size")
+    layers = check_layers(keys.need("num_hidden_layers"), str(path))
     max_len = keys.get("max_position_embeddings", 2048)
     attention_bias = keys.get("attention_bias", False)
     config = ModelConfig(
@@ -115,7 +125,9 @@ def from_hf(values: dict[str, Any], path: Path, *, generation: dict[str, Any] | 
         windows=_hf_windows(keys, arch, layers),
         **(_hf_experts(keys, layers) if arch == "qwen3_moe" else {}),
         bos=keys.get("bos_token_id", None, int),
-        eos=_eos(values, generation or {}),
+        eos=tuple(
+            dict.fromkeys(keys.ids("eos_token_id") + _Keys(generation or {}, str(path)).ids("eos_token_id"))
+        ),
         encoding=_hf_encoding(values),
     )
     return check(config, str(path))
@@ -138,7 +150,7 @@ def _hf_windows(keys: _Keys, arch: str, layers: int) -> tuple[int, ...]:
 
 
 def _hf_experts(keys: _Keys, layers: int) -> dict[str, Any]:
-    dense = keys.raw("mlp_only_layers") or []
+    dense = keys.numbers("mlp_only_layers")
     every = keys.get("decoder_sparse_step", 1)
     experts = keys.get("num_experts", keys.get("num_local_experts", 128))
     return {
@@ -170,7 +182,7 @@ def _hf_rope(values: dict[str, Any], where: str, max_len: int) -> Rope:
     return Rope(
         kind=_ROPE_KINDS[name],
         theta=keys.get("rope_theta", _Keys(values, where).get("rope_theta", 10000.0)),
-        factor=keys.get("factor", max_len / original),
+        factor=keys.get("factor", max_len / max(original, 1)),
         original_len=original,
         low_freq_factor=keys.get("low_freq_factor", 1.0),
         high_freq_factor=keys.get("high_freq_factor", 4.0),
@@ -180,8 +192,8 @@ def _hf_rope(values: dict[str, Any], where: str, max_len: int) -> Rope:
         mscale=keys.get("mscale", 0.0),
         mscale_all_dim=keys.get("mscale_all_dim", 0.0),
         attention_factor=keys.get("attention_factor", None, float),
-        short_factor=tuple(scaling.get("short_factor") or ()),
-        long_factor=tuple(scaling.get("long_factor") or ()),
+        short_factor=keys.numbers("short_factor"),
+        long_factor=keys.numbers("long_factor"),
     )
 
 
@@ -190,21 +202,12 @@ def _hf_encoding(values: dict[str, Any]) -> str:
     return {"bfloat16": "bf16", "float16": "f16"}.get(name, "f32")
 
 
-def _eos(*sources: dict[str, Any]) -> tuple[int, ...]:
-    """End tokens of all sources, each an id or a list of ids, without repeats and in order."""
-    found: list[int] = []
-    for values in sources:
-        ids = values.get("eos_token_id")
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return tuple(dict.fromkeys(found))
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except OSError as e:
         raise WeightsError(f"{path} cannot be read: {e.strerror or e}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise WeightsError(f"{path} is no JSON: {e}") from e
     if not isinstance(values, dict):
         raise WeightsError(f"{path} holds no JSON object")
@@ -228,11 +231,8 @@ def _from_gguf(file: GgufFile) -> ModelConfig:
     names = file.names()
     if "token_embd.weight" not in names:
         raise WeightsError(f"{where} lacks tensor 'token_embd.weight'")
-    heads, hidden, layers = (
-        keys.need("attention.head_count"),
-        keys.need("embedding_length"),
-        keys.need("block_count"),
-    )
+    heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    layers = check_layers(keys.need("block_count"), where)
     window = keys.get("attention.sliding_window", 0)
     config = ModelConfig(
         arch=arch,
@@ -258,7 +258,7 @@ def _from_gguf(file: GgufFile) -> ModelConfig:
         norm_experts=arch == "qwen3_moe",  # llama.cpp scales Qwen3's experts always
         sparse_layers=tuple(f"blk.{i}.ffn_gate_inp.weight" in names for i in range(layers)),
         bos=tokens.get("bos_token_id", None, int),
-        eos=tuple(dict.fromkeys(i for k in ("eos", "eot") if (i := tokens.raw(f"{k}_token_id")) is not None)),
+        eos=tuple(dict.fromkeys(tokens.ids("eos_token_id") + tokens.ids("eot_token_id"))),
         encoding={1: "f16", 30: "bf16"}.get(file.type("token_embd.weight"), "f32"),  # ggml's type numbers
         interleaved=name == "llama",
     )

@@ -87,6 +87,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise self.damaged(f"value of unknown type {kind} before byte {self.at}")
         item, length = self.take("I"), self.count("array items")
+        if item == _ARRAY:
+            raise self.damaged(f"an array of arrays before byte {self.at}")
         if item in _SCALARS:
             return self._numbers(_SCALARS[item], length)
         return [self.value(item) for _ in range(length)]

@@ -25,6 +25,8 @@ _DTYPES: dict[str, tuple[str, Any]] = {
     "F16": ("f16", np.float16),
     "BF16": ("bf16", np.uint16),
 }
+_RAW_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+"""Bytes of one element of what `raw` reads."""
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
@@ -74,6 +76,25 @@ class SafetensorsDir:
         raw = self._maps[entry.file][entry.start + start * row_bytes : entry.start + stop * row_bytes]
         return Rows(_typed(raw, dtype).reshape(stop - start, *entry.shape[1:]), encoding)
 
+    def dtype(self, name: str) -> str:
+        """The format's own name of a tensor's type: "BF16", "F8_E4M3", ..."""
+        return self._entries[name].dtype
+
+    def raw(self, name: str, start: int, stop: int) -> Array:
+        """Rows [start, stop) as unsigned integers of the element's size: [rows, ...], not converted.
+
+        For quantised tensors, whose numbers mean nothing without their scales. Raises WeightsError for other types.
+        """
+        entry = self._entries[name]
+        if entry.dtype not in _RAW_BYTES:
+            raise WeightsError(
+                f"{entry.file}: tensor {name!r} is {entry.dtype}", fix=f"{', '.join(_RAW_BYTES)} are read"
+            )
+        size = _RAW_BYTES[entry.dtype]
+        row_bytes = math.prod(entry.shape[1:]) * size
+        bits = self._maps[entry.file][entry.start + start * row_bytes : entry.start + stop * row_bytes]
+        return _typed(bits, np.dtype(f"u{size}")).reshape(stop - start, *entry.shape[1:])
+
     def _open(self, file: Path) -> None:
         if not file.is_file():
             raise WeightsError(f"{file} is missing", fix="fetch the checkpoint again")
@@ -102,7 +123,7 @@ def _single(path: Path) -> Path:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         claimed = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise WeightsError(f"{index} is no index of shards: {type(e).__name__} {e}") from e
     if not isinstance(claimed, dict) or not claimed or not all(isinstance(v, str) for v in claimed.values()):
         raise WeightsError(f"{index}: weight_map does not map tensor names to file names")
@@ -119,7 +140,7 @@ def _read_entries(file: Path, raw: Array) -> dict[str, _Entry]:
     try:
         header = json.loads(bytes(raw[8 : 8 + length]))
         items = [(n, e) for n, e in header.items() if n != "__metadata__"]
-    except (ValueError, AttributeError) as e:
+    except (ValueError, AttributeError, RecursionError) as e:
         raise WeightsError(f"{file}: its header is no JSON object: corrupted") from e
     entries = {}
     for name, item in items:
@@ -133,10 +154,10 @@ def _read_entry(name: str, item: Any, file: Path, base: int) -> _Entry:
     try:
         dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
         start, stop = (int(n) for n in item["data_offsets"])
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise WeightsError(f"{file}: tensor {name!r} is described by {item!r}: corrupted") from e
-    if dtype in _DTYPES:
-        expected = math.prod(shape) * np.dtype(_DTYPES[dtype][1]).itemsize
+    if dtype in _RAW_BYTES:
+        expected = math.prod(shape) * _RAW_BYTES[dtype]
         if min(shape, default=0) < 0 or stop - start != expected:
             raise WeightsError(
                 f"{file}: tensor {name!r} of shape {list(shape)} {dtype} needs {expected} bytes, not {stop - start}"

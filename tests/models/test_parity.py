@@ -10,27 +10,20 @@ import pytest
 import torch
 
 from splitserve.dist.group import SoloGroup
+from splitserve.kv.pool import Pool
 from splitserve.models.read import read_config
 from splitserve.models.registry import build
 from splitserve.weights.locate import locate
-from tests.tiny import FAMILIES, DictStates, Text, make_forward, write_checkpoint
+from tests.tiny import FAMILIES, Text, make_forward, make_pool, write_checkpoint
 
 PAGE = 16
 
 
-def load(path: Path, dtype: str = "f32", **changes: Any) -> Any:
+def load(path: Path, *, max_len: int = 0) -> Any:
     source = locate(path)
-    cfg = read_config(source)
-    model = build(cfg, SoloGroup(), dtype=dtype)
+    model = build(read_config(source).with_max_len(max_len), SoloGroup(), dtype="f32")
     model.load(source)
     return model
-
-
-def states_of(model: Any, num_pages: int = 64, page_tokens: int = PAGE) -> DictStates:
-    cfg = model.cfg
-    return DictStates(
-        cfg.num_layers, num_pages, cfg.num_kv_heads, page_tokens, 2 * cfg.head_dim, dtype=model.dtype
-    )
 
 
 def text(length: int, *, vocab: int = 211, seed: int = 0, first_page: int = 1) -> Text:
@@ -41,7 +34,7 @@ def text(length: int, *, vocab: int = 211, seed: int = 0, first_page: int = 1) -
     return Text([draw.randrange(vocab) for _ in range(length)], pages)
 
 
-def run(model: Any, states: DictStates, seq: Text, sizes: list[int]) -> torch.Tensor:
+def run(model: Any, states: Pool, seq: Text, sizes: list[int]) -> torch.Tensor:
     """Logits of all tokens of one text, computed in chunks of `sizes`."""
     return torch.cat(
         [
@@ -58,16 +51,36 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(torch.tensor([seq.tokens])).logits[0]
     assert expected.std() > 0.3, "a flat model proves nothing"
-    torch.testing.assert_close(run(model, states_of(model), seq, [90]), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(run(model, make_pool(model.cfg), seq, [90]), expected, atol=1e-4, rtol=0)
+
+
+def test_longrope_within_the_original_length(tmp_path: Path) -> None:
+    reference = write_checkpoint(tmp_path, "longrope")
+    seq = text(60)
+    with torch.no_grad():
+        expected = reference(torch.tensor([seq.tokens])).logits[0]
+    short, long = load(tmp_path, max_len=64), load(tmp_path, max_len=65)
+    torch.testing.assert_close(run(short, make_pool(short.cfg), seq, [60]), expected, atol=1e-4, rtol=0)
+    assert (run(long, make_pool(long.cfg), text(60), [60]) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sharded_half_precision_checkpoints(dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = write_checkpoint(tmp_path, "qwen3", dtype=dtype, shard="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    model, seq = load(tmp_path), text(40)
+    with torch.no_grad():
+        expected = reference(torch.tensor([seq.tokens])).logits[0]
+    torch.testing.assert_close(run(model, make_pool(model.cfg), seq, [40]), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3-moe"])
-@pytest.mark.parametrize("sizes", [[1] * 70, [33, 37], [16, 16, 16, 16, 6], [5, 1, 1, 62, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 70, [33, 37], [16, 16, 16, 16, 6], [5, 1, 1, 62, 1]], ids=lambda s: f"{len(s)}-chunks")
 def test_chunks_equal_the_whole(family: str, sizes: list[int], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     model = load(tmp_path)
-    whole = run(model, states_of(model), text(70), [70])
-    torch.testing.assert_close(run(model, states_of(model), text(70), sizes), whole, atol=1e-4, rtol=0)
+    whole = run(model, make_pool(model.cfg), text(70), [70])
+    torch.testing.assert_close(run(model, make_pool(model.cfg), text(70), sizes), whole, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -77,8 +90,8 @@ def test_a_mixed_step_equals_each_alone(family: str, tmp_path: Path) -> None:
     lengths = [40, 17, 64, 49]
     alone = []
     for i, n in enumerate(lengths):
-        alone.append(run(model, states_of(model), text(n, seed=i), [n]))
-    states = states_of(model)
+        alone.append(run(model, make_pool(model.cfg), text(n, seed=i), [n]))
+    states = make_pool(model.cfg)
     seqs = [text(n, seed=i, first_page=1 + 10 * i) for i, n in enumerate(lengths)]
     for seq, n in zip(seqs, (39, 16, 30, 20), strict=True):
         run(model, states, seq, [n])
