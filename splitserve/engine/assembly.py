@@ -171,7 +171,7 @@ class Builder:
             size=self.start.tp,
             faults=self.faults,
         )
-        fence = Fencing(self.start.control)
+        fence = Fencing(self.start.fence_socket)
         self.closing.callback(fence.close)
         ports = PortGroup(port)
         config = self.start.transfer

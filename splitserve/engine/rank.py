@@ -35,7 +35,7 @@ class Start:
     tp: int
     run_dir: str
     name: str
-    control: str = ""  # the supervisor's socket
+    fence_socket: str = ""  # the supervisor's control socket
 
 
 def read_start(path: str) -> Start:
