@@ -33,7 +33,7 @@ from splitserve.transfer import transport as transports
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.port import Port, PortGroup
 from splitserve.transfer.receiver import Receiver
-from splitserve.transfer.rendezvous import Dial, Rendezvous
+from splitserve.transfer.rendezvous import Rendezvous
 from splitserve.transfer.sender import Sender
 from splitserve.transfer.transport import Transport
 from splitserve.weights.locate import Source, locate
@@ -73,6 +73,8 @@ class Builder:
         self.link = link
         self.closing = closing
         self.device = torch.device(start.engine.device)
+        self.engine_id = ""
+        self.bootstrap_port = 0
         self.faults = Faults() if start.engine.allow_faults else None
 
     def build(self, alive_fd: int | None) -> Engine:
@@ -176,9 +178,10 @@ class Builder:
         ports = PortGroup(port)
         config = self.start.transfer
         door = Rendezvous(host=config.bootstrap_host, port=config.bootstrap_port)
+        self.bootstrap_port = door.port
         sender = Sender(ports, door, config=config, fence=fence)
         self.closing.callback(sender.close)
-        receiver = Receiver(ports, Dial(allow_hosts=config.allow_hosts), config=config, fence=fence)
+        receiver = Receiver(ports, config=config, fence=fence)
         self.closing.callback(receiver.close)
         return Transfers(sender, receiver, ports=ports, scheduler=scheduler, deadline_s=config.deadline_s)
 
@@ -212,8 +215,8 @@ class Builder:
             "max_seqs": self.config.max_seqs,
             "transport": self.start.transfer.transport if transfers else "",
             "bootstrap_host": self.start.transfer.bootstrap_host if transfers else "",
-            "bootstrap_port": transfers.sender.port if transfers else 0,
-            "engine_id": self.engine_id if transfers else "",
+            "bootstrap_port": self.bootstrap_port,
+            "engine_id": self.engine_id,
             "pid": os.getpid(),
         }
 
