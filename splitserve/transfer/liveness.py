@@ -3,8 +3,8 @@
     same host   a pidfd for each process: readable at the instant it is gone, whatever killed it       -> Dead
     any host    the time since its last message, counted only while we were listening                  -> Silent
 
-A process id alone proves nothing, since ids are reused: a card also carries the kernel's boot id and the process's
-start time in clock ticks. Where those do not match, that process is gone.
+A process id alone proves nothing, since ids are reused: a card also carries which kernel and namespaces it runs in and
+its start time in clock ticks. Where those do not match, that process is gone.
 
     silence   |──── silence_s ────|──── silence_s ────|
               last heard          Silent 1: quarantine Silent 2: fence
@@ -49,9 +49,14 @@ class Silent(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def boot_id() -> str:
-    """The kernel's own id: equal in two processes means that they share a kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def host_id() -> str:
+    """Equal in two processes only where they share a kernel and see the same process ids and the same network.
+
+    The boot id alone would not do: in another process namespace a peer's pid names somebody else, or nobody, which
+    would pass for its death.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{ns}").st_ino) for ns in ("pid", "net"))])
 
 
 def start_ticks(pid: int) -> int:
@@ -82,7 +87,7 @@ class Watch:
     def __init__(self, *, silence_s: float, fence: Fence | None = None) -> None:
         self._silence_s = silence_s
         self._fence = fence
-        self._host = boot_id()
+        self._host = host_id()
         self._engines: dict[str, _Engine] = {}
         self._poller = select.poll()
         self._polled_at: float | None = None

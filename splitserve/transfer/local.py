@@ -26,7 +26,7 @@ import msgspec
 from splitserve.errors import ConfigError, InvariantError, TransferError
 from splitserve.spec import Slab
 from splitserve.transfer.layout import Copies
-from splitserve.transfer.liveness import boot_id
+from splitserve.transfer.liveness import host_id
 from splitserve.transfer.transport import Broken, Lost, Noted, TransportEvent, Written
 from splitserve.wire import Card
 
@@ -140,7 +140,7 @@ class LocalTransport:
     def connect(self, card: Card) -> str:
         if card.agent_name in self._peers:
             return card.agent_name
-        if card.host != boot_id():
+        if card.host != host_id():
             raise TransferError(f"{card.agent_name} runs on another host; transport 'local' needs one")
         address = msgspec.msgpack.decode(card.agent, type=_Address)
         sock = self._dial(address.socket, card)

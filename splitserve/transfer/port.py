@@ -46,7 +46,7 @@ from splitserve.transfer.events import (
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.layout import Link
 from splitserve.transfer.ledger import Pair
-from splitserve.transfer.liveness import boot_id, start_ticks
+from splitserve.transfer.liveness import host_id, start_ticks
 from splitserve.transfer.transport import Broken, Lost, Noted, Transport, Written
 from splitserve.wire import Card, Note
 
@@ -73,7 +73,7 @@ def make_card(
         page_tokens=layout.page_tokens,
         slabs=tuple(slabs),
         fields=(*layout.page_fields, *layout.slot_fields),
-        host=boot_id(),
+        host=host_id(),
         pid=os.getpid(),
         pid_start=start_ticks(os.getpid()),
     )
