@@ -182,10 +182,10 @@ class Responder:
     def _head(self, status: int, content_type: str, headers: Headers, framing: bytes) -> bytes:
         if self.started:
             raise InvariantError(f"a second response to one request (status {status})")
-        self.started = True
         close = b"" if self._keep_alive else b"connection: close\r\n"
         extra = header_lines(headers) if headers else b""
         kind = content_type.encode("latin-1")
+        self.started = True  # not before: a header that cannot be sent must leave room for a 500
         return b"%scontent-type: %s\r\n%s%s%s\r\n" % (status_line(status), kind, framing, close, extra)
 
     def _write(self, raw: bytes) -> None:
