@@ -11,6 +11,7 @@ from splitserve.errors import WeightsError
 from splitserve.weights.gguf import GgufFile
 from splitserve.weights.locate import Source
 
+from . import deepseek_v4_config
 from .config import ModelConfig, Rope, check, check_layers
 
 T = TypeVar("T")
@@ -96,6 +97,10 @@ class _Keys:
 
 def from_hf(values: dict[str, Any], path: Path, *, generation: dict[str, Any] | None = None) -> ModelConfig:
     """The record of a config.json (and of generation_config.json, whose end tokens count too)."""
+    if values.get("model_type") == deepseek_v4_config.ARCH:
+        return deepseek_v4_config.from_json(
+            values, path, eos=_Keys(generation or {}, str(path)).ids("eos_token_id")
+        )
     keys = _Keys(values, str(path))
     arch = _known_arch(values.get("model_type"), HF_ARCHS, str(path))
     act = values.get("hidden_act", "silu")

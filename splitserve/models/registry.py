@@ -11,6 +11,7 @@ from splitserve.errors import WeightsError
 from splitserve.spec import StateSpec
 
 from .config import ModelConfig
+from .deepseek_v4_states import deepseek_v4_states
 from .states import decoder_states
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ class Family:
 
 
 _DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
+_DEEPSEEK_V4 = Family(deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4")
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), _DECODER)
+FAMILIES["deepseek_v4"] = _DEEPSEEK_V4
 
 
 def family(cfg: ModelConfig) -> Family:

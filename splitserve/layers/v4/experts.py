@@ -1,0 +1,43 @@
+"""The feed-forward part: a few routed experts for each token and one shared by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.layers.forward import Group
+from splitserve.ops.ref import v4 as ops
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A rank holds a slice of every expert, or some experts whole; either way its sum is a part of the result."""
+
+    gate: torch.Tensor  # [num_experts, hidden], whole on every rank
+    gate_bias: torch.Tensor | None  # [num_experts] float32
+    experts_of_token: torch.Tensor | None  # [vocab, count] int32: routes by token id instead of by score
+    gate_up: ops.Weight  # [local experts, 2 * ffn, hidden]
+    down: ops.Weight  # [local experts, hidden, ffn]
+    shared_gate_up: ops.Weight
+    shared_down: ops.Weight
+    local: range
+    count: int
+    route_scale: float
+    limit: float
+    tp: Group
+
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] and the tokens' ids [T] -> [T, hidden]."""
+        weights, experts = self._route(x, tokens)
+        y = ops.mix_experts(x, self.gate_up, self.down, weights, experts, local=self.local, limit=self.limit)
+        y += ops.expert_ffn(x, self.shared_gate_up, self.shared_down, self.limit)
+        return self.tp.all_reduce(y.to(x.dtype))
+
+    def _route(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = ops.linear_f32(x, self.gate)
+        if self.experts_of_token is not None:
+            return ops.route_by_token(logits, self.experts_of_token, tokens, scale=self.route_scale)
+        if self.gate_bias is None:
+            raise ValueError("a router needs a bias or a table of tokens")
+        return ops.route(logits, self.gate_bias, count=self.count, scale=self.route_scale)

@@ -1,0 +1,49 @@
+"""Hyper-connections around a sub-layer: four residual streams become its input and take its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.ops.ref import v4 as ops
+
+
+@dataclass(frozen=True)
+class HyperConnection:
+    """Replicated on every rank: what is summed over the group is the sub-layer's output, never the streams."""
+
+    fn: torch.Tensor  # [2n + n * n, n * hidden] float32
+    base: torch.Tensor
+    scale: torch.Tensor
+    norm: torch.Tensor  # [hidden] float32: of the sub-layer's input
+    iters: int
+    hc_eps: float
+    eps: float
+
+    def __call__(
+        self, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """[T, n, hidden] -> [T, n, hidden]."""
+        x, post, comb = ops.hc_pre(
+            streams, self.fn, self.base, self.scale, iters=self.iters, eps=self.hc_eps, norm_eps=self.eps
+        )
+        return ops.hc_post(sublayer(ops.rms_norm(x, self.norm, self.eps)), streams, post, comb)
+
+
+@dataclass(frozen=True)
+class HyperHead:
+    """The streams as one vector, normed: what the output head reads."""
+
+    fn: torch.Tensor  # [n, n * hidden] float32
+    base: torch.Tensor
+    scale: torch.Tensor
+    norm: torch.Tensor  # [hidden] float32
+    hc_eps: float
+    eps: float
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """[T, n, hidden] -> [T, hidden]."""
+        x = ops.hc_head(streams, self.fn, self.base, self.scale, eps=self.hc_eps, norm_eps=self.eps)
+        return ops.rms_norm(x, self.norm, self.eps)

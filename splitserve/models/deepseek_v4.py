@@ -1,0 +1,215 @@
+"""DeepSeek-V4: window, compressed and sparse attention over one latent, hyper-connections, hash and routed experts.
+
+    streams = embed(tokens), four times
+    for each layer:   streams = mix(streams, attention(norm(collapse(streams))))
+                      streams = mix(streams, experts(norm(collapse(streams)), tokens))
+    logits = head(norm(collapse(streams)[logit_rows]))
+
+docs/deepseek_v4.md goes through it part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.layers.forward import Forward, Group
+from splitserve.layers.linear import Embedding
+from splitserve.layers.v4.attention import Attention
+from splitserve.layers.v4.compressor import Compressor, bias_rows
+from splitserve.layers.v4.experts import Experts
+from splitserve.layers.v4.hyper import HyperConnection, HyperHead
+from splitserve.layers.v4.indexer import Indexer
+from splitserve.layers.v4.plan import RopeFrequencies, StepPlan, plan_step
+from splitserve.ops.ref import v4 as ops
+from splitserve.weights.load import DTYPES
+from splitserve.weights.locate import Source
+from splitserve.weights.parameters import Form, check_checkpoint, read_parameters
+from splitserve.weights.safetensors import SafetensorsDir
+
+from .deepseek_v4_config import CSA, SWA, DeepseekV4Config
+from .deepseek_v4_weights import Share, parameters
+from .rope import frequencies
+
+
+@dataclass(frozen=True)
+class Layer:
+    hc_attn: HyperConnection
+    attn: Attention
+    hc_ffn: HyperConnection
+    ffn: Experts
+
+    def __call__(self, streams: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor:
+        streams = self.hc_attn(streams, lambda x: self.attn(x, fwd, plan))
+        return self.hc_ffn(streams, lambda x: self.ffn(x, fwd.tokens))
+
+
+class DeepseekV4:
+    """One rank's part of the model. `load` before `forward`."""
+
+    def __init__(self, cfg: DeepseekV4Config, tp: Group, dtype: str = "bf16", device: str = "cpu") -> None:
+        """`dtype` is of activations and of what the file does not quantise. Raises ConfigError when tp does not fit."""
+        self.cfg, self.tp, self.device = cfg, tp, device
+        self.dtype = DTYPES[dtype]
+        self._share = Share(tp.rank, tp.size)
+        self._share.check(cfg)
+        self._rope = RopeFrequencies(
+            *(
+                torch.tensor(
+                    frequencies(rope, cfg.rope_dim, cfg.max_len).inverse, dtype=torch.float32, device=device
+                )
+                for rope in (cfg.rope, cfg.compress_rope)
+            )
+        )
+        self._layers: list[Layer] = []
+
+    def load(self, source: Source, progress: Callable[[float], None] = lambda _: None) -> None:
+        """Read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
+        checkpoint = SafetensorsDir(source.path)
+        form = expert_form(checkpoint)
+        check_checkpoint(
+            checkpoint,
+            parameters(self.cfg, Share(0, 1), expert_form=form),
+            may_have=() if self.cfg.num_mtp else ("mtp.",),
+        )
+        wanted = parameters(self.cfg, self._share, expert_form=form)
+        p = read_parameters(checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress)
+        tiles = {w.name: w.tile for w in wanted if w.form is Form.TILES}
+        self._build(_Weights(p, tiles))
+
+    @torch.inference_mode()
+    def forward(self, fwd: Forward) -> torch.Tensor:
+        """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the state afterwards."""
+        cfg = self.cfg
+        plan = plan_step(
+            fwd,
+            sorted(set(cfg.ratios)),
+            window=cfg.window_len,
+            index_topk=cfg.index_topk,
+            rope=self._rope,
+        )
+        streams = self._embed(fwd.tokens)[:, None].repeat(1, cfg.streams, 1)
+        for layer in self._layers:
+            streams = layer(streams, fwd, plan)
+            fwd.between_layers()
+        return self._logits(self._hc_head(streams[fwd.logit_rows]))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab] float32 on every rank, with float32 sums."""
+        return self.tp.all_gather(ops.linear_f32(x, self._head), dim=-1)[:, : self.cfg.vocab]
+
+    def _build(self, p: _Weights) -> None:
+        self._embed = Embedding(p["embed"], self.tp)
+        self._layers = [self._layer(p, f"layers.{i}.", i) for i in range(self.cfg.num_layers)]
+        self._hc_head = self._hyper_head(p, "")
+        self._head = p["head"]
+
+    def _layer(self, p: _Weights, at: str, layer: int) -> Layer:
+        return Layer(
+            self._hyper(p, at, "attn"),
+            self._attention(p, at, layer),
+            self._hyper(p, at, "ffn"),
+            self._experts(p, at),
+        )
+
+    def _hyper(self, p: _Weights, at: str, sub: str) -> HyperConnection:
+        cfg, hc = self.cfg, f"{at}hc_{sub}."
+        return HyperConnection(
+            p[hc + "fn"],
+            p[hc + "base"],
+            p[hc + "scale"],
+            norm=p[f"{at}{sub}_norm"],
+            iters=cfg.sinkhorn_iters,
+            hc_eps=cfg.hc_eps,
+            eps=cfg.eps,
+        )
+
+    def _hyper_head(self, p: _Weights, at: str) -> HyperHead:
+        hc = f"{at}hc_head."
+        return HyperHead(
+            p[hc + "fn"],
+            p[hc + "base"],
+            p[hc + "scale"],
+            norm=p[at + "norm"],
+            hc_eps=self.cfg.hc_eps,
+            eps=self.cfg.eps,
+        )
+
+    def _attention(self, p: _Weights, at: str, layer: int) -> Attention:
+        cfg, ratio = self.cfg, self.cfg.ratios[layer]
+        state = "c4" if ratio == CSA else "c128"
+        compressor = None if ratio == SWA else self._compressor(p, f"{at}compressor", state, layer)
+        return Attention(
+            qkv_a=p.weight(at + "qkv_a"),
+            q_norm=p[at + "q_norm"],
+            q_b=p.weight(at + "q_b"),
+            kv_norm=p[at + "kv_norm"],
+            sink=p[at + "sink"],
+            out_a=p.weight(at + "out_a"),
+            out_b=p.weight(at + "out_b"),
+            groups=cfg.out_groups // self.tp.size,
+            compressor=compressor,
+            indexer=self._indexer(p, f"{at}indexer", layer) if ratio == CSA else None,
+            ratio=ratio,
+            rope_dim=cfg.rope_dim,
+            eps=cfg.eps,
+            layer=layer,
+            tp=self.tp,
+        )
+
+    def _compressor(self, p: _Weights, at: str, state: str, layer: int) -> Compressor:
+        halves = 1 if state == "c128" else 2
+        bias = bias_rows(p[at + ".ape"], halves)
+        return Compressor(p[at + ".weight"], bias, p[at + ".norm"], self.cfg.eps, state, layer)
+
+    def _indexer(self, p: _Weights, at: str, layer: int) -> Indexer:
+        compressor = self._compressor(p, at + ".compressor", "index", layer)
+        return Indexer(
+            p.weight(at + ".q_b"), p[at + ".weights"], compressor, self.cfg.index_heads, self.cfg.index_topk
+        )
+
+    def _experts(self, p: _Weights, at: str) -> Experts:
+        cfg = self.cfg
+        return Experts(
+            gate=p[at + "gate"],
+            gate_bias=p.get(at + "gate_bias"),
+            experts_of_token=p.get(at + "experts_of_token"),
+            gate_up=p.weight(at + "experts.gate_up"),
+            down=p.weight(at + "experts.down"),
+            shared_gate_up=p.weight(at + "shared.gate_up"),
+            shared_down=p.weight(at + "shared.down"),
+            local=self._share.experts(cfg),
+            count=cfg.num_experts_per_token,
+            route_scale=cfg.route_scale,
+            limit=cfg.swiglu_limit,
+            tp=self.tp,
+        )
+
+
+def expert_form(checkpoint: SafetensorsDir) -> Form:
+    """How the routed experts lie in the file: early copies of config.json do not say, so the tensors do."""
+    name = "layers.0.ffn.experts.0.w1.weight"
+    return Form.TILES if name in checkpoint.names() and checkpoint.dtype(name) == "F8_E4M3" else Form.MXFP4
+
+
+class _Weights:
+    """Loaded parameters by name; quantised ones come back with their scales."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], tiles: dict[str, tuple[int, int]]) -> None:
+        self._parameters, self._tiles = parameters, tiles
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._parameters[name]
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._parameters.get(name)
+
+    def weight(self, name: str) -> ops.Weight:
+        scales = self._parameters.get(f"{name}.scales")
+        if scales is None:
+            return self._parameters[name]
+        if name in self._tiles:
+            return ops.Tiles(self._parameters[name], scales, self._tiles[name])
+        return ops.Mxfp4(self._parameters[name], scales)
