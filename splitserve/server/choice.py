@@ -56,6 +56,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._discard = discard
         self._matched_token: int | None = None
+        self._partial: list[tuple[int, TokenLogprobs | None]] = []  # of a character that is not complete
         self._waiting: deque[Entry] = deque()
         self._num_decoded = 0  # characters
         self._num_shown = 0
@@ -91,9 +92,10 @@ class Choice:
             self.logprobs.append(logprobs)
         if token == self._matched_token and not self._keep_stop:
             return  # the token that ends the text, and the last one
+        self._partial.append((token, logprobs))
         piece = self._detokenizer.feed((token,))
-        start, self._num_decoded = self._num_decoded, self._num_decoded + len(piece)
-        self._waiting.append(Entry(token, logprobs, start, self._num_decoded))
+        if piece:
+            self._place(len(piece))
         if len(self.tokens) <= self._min_tokens:
             self._show(piece, delta)  # too early for a stop
             return
@@ -101,6 +103,12 @@ class Choice:
         self._show(released.text, delta)
         if released.matched is not None:
             self._cut(released.matched, delta)
+
+    def _place(self, length: int) -> None:
+        """`length` characters are complete: all tokens since the last complete one share in them."""
+        start, self._num_decoded = self._num_decoded, self._num_decoded + length
+        self._waiting += [Entry(token, logprobs, start, self._num_decoded) for token, logprobs in self._partial]
+        self._partial.clear()
 
     def _show(self, text: str, delta: Delta) -> None:
         delta.text += text
@@ -115,7 +123,9 @@ class Choice:
         delta.ending = Ending(FinishReason.STOP, stop)
 
     def _finish(self, reason: FinishReason, delta: Delta) -> None:
-        released = self._stops.feed(self._detokenizer.finish())
+        rest = self._detokenizer.finish()
+        self._place(len(rest))
+        released = self._stops.feed(rest)
         self._show(released.text, delta)
         if released.matched is not None:
             self._cut(released.matched, delta)

@@ -29,7 +29,7 @@ Route = Callable[[Request, Responder], Awaitable[None] | None]
 PROBE_S = 30.0
 """Longest wait for the one token of /health_generate."""
 
-CONTROLS = ("flush_cache", "poison", "check", "plant")
+CONTROLS = ("flush_cache", "poison", "check", "plant", "digests")
 QUESTIONS = ("handoffs", "stats")
 
 
