@@ -92,13 +92,20 @@ class Wire:
         return found
 
     async def _chunks(self, found: Answer) -> None:
+        pieces: list[bytes] = []
+        try:
+            await self._read_chunks(pieces)
+        finally:
+            found.body = b"".join(pieces)
+
+    async def _read_chunks(self, pieces: list[bytes]) -> None:
         while True:
             size = int((await self.reader.readuntil(b"\r\n"))[:-2], 16)
             piece = await self.reader.readexactly(size)
             assert await self.reader.readexactly(2) == b"\r\n"
             if size == 0:
                 return
-            found.body += piece
+            pieces.append(piece)
 
     async def ended(self, *, within_s: float = 5.0) -> bytes:
         """Everything until the server closes."""

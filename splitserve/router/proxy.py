@@ -52,6 +52,7 @@ class Proxy:
         self.metrics = Metrics()
         self.now = now
         self.loop = asyncio.get_running_loop()
+        self.silence_s = SILENCE_S
         self._rng = rng or random.Random(random.SystemRandom().getrandbits(128))
         self._relays: set[Relay] = set()
         self._pools: dict[Origin, Pool] = {}
@@ -155,7 +156,7 @@ class Proxy:
         self._ticker = self.loop.call_later(TICK_S, self._tick)
         now = self.now()
         for relay in list(self._relays):
-            relay.tick(now, SILENCE_S)
+            relay.tick(now, self.silence_s)
         for leg, until in list(self._stragglers.items()):
             if leg.ended or now > until:
                 leg.stop()
