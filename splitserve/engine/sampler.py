@@ -11,6 +11,7 @@ of a group samples for itself. Rows that need no filter do not pay for those tha
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -138,16 +139,13 @@ def _adjusted(
 
 def _penalise(row: torch.Tensor, p: SamplingParams, tokens: Sequence[int], num_prompt: int) -> None:
     """Repetition shrinks what prompt or output hold; presence and frequency subtract for what the output holds."""
-    vocab = row.shape[0]
-    seen = torch.bincount(_index(list(tokens), row.device), minlength=vocab)[:vocab] > 0
+    seen = _index(sorted(set(tokens)), row.device)
     if p.repetition_penalty != 1:
-        row.copy_(
-            torch.where(
-                seen, torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty), row
-            )
-        )
-    counts = torch.bincount(_index(list(tokens[num_prompt:]), row.device), minlength=vocab)[:vocab]
-    row -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
+        x = row[seen]
+        row[seen] = torch.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
+    counts = Counter(tokens[num_prompt:])
+    taken = [p.presence_penalty + p.frequency_penalty * n for n in counts.values()]
+    row[_index(list(counts), row.device)] -= torch.tensor(taken, device=row.device, dtype=row.dtype)
 
 
 # ------------------------------------------------------------------ filters
@@ -174,7 +172,7 @@ def _filtered(hot: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tens
 def _keep_head(
     rows: torch.Tensor, params: Sequence[SamplingParams], size: int
 ) -> tuple[torch.Tensor, list[bool]]:
-    """Rows [n, vocab] with only what the filters keep, looking at the best `size` tokens, and whether that was enough."""
+    """Rows [n, vocab] with only what the filters keep, from the best `size` tokens, and whether that was enough."""
     device, vocab = rows.device, rows.shape[1]
     ids = rows.topk(size, dim=-1, sorted=False).indices.sort(dim=-1).values
     ranked, order = rows.gather(1, ids).sort(dim=-1, descending=True, stable=True)  # ties go to the lower id
@@ -203,13 +201,11 @@ def _keep_head(
 def _noise(params: Sequence[SamplingParams], positions: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Gumbel noise [n, vocab] float32 for the rows' keys."""
     keys = [_signed(random_key(p.seed, p.choice, at)) for p, at in zip(params, positions, strict=True)]
+    streams = torch.tensor(keys, device=like.device)[:, None]
     tokens = torch.arange(like.shape[1], device=like.device)
-    out = torch.empty_like(like)
-    for row, key in zip(
-        out, torch.tensor(keys, device=like.device), strict=True
-    ):  # a row stays in the L2 cache
-        row.copy_(_uniforms(key[None, None], tokens)[0].log_().neg_().log_().neg_())
-    return out
+    at_once = max(1, _NOISE_AT_ONCE // like.shape[1])
+    parts = [_uniforms(some, tokens).log_().neg_().float().log_().neg_() for some in streams.split(at_once)]
+    return torch.cat(parts)
 
 
 def _uniforms(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
