@@ -217,6 +217,7 @@ class Builder:
             "bootstrap_host": self.start.transfer.bootstrap_host if transfers else "",
             "bootstrap_port": self.bootstrap_port,
             "engine_id": self.engine_id,
+            "allow_faults": self.config.allow_faults,
             "pid": os.getpid(),
         }
 

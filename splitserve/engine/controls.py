@@ -40,6 +40,7 @@ class Controls:
             "handoffs": self._handoffs,
             "check": self._check,
             "plant": self._plant,
+            "digests": self._digests,
         }
 
     def answer(self, number: int, op: str, args: dict[str, Any]) -> wire.Reply:
@@ -97,6 +98,14 @@ class Controls:
         if self._transfers:
             self._transfers.check()
         return {"requests": len(self._scheduler.requests)}
+
+    def _digests(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Compare the digests of every handoff that comes in from now on, or of the configured share again."""
+        if not isinstance(args.get("all"), bool):
+            raise RequestError("digests takes all: true or false", field="all")
+        if self._transfers:
+            self._transfers.receiver.compare_all = args["all"]
+        return {"all": args["all"]}
 
     def _plant(self, args: dict[str, Any]) -> dict[str, Any]:
         if self._faults is None:

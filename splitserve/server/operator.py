@@ -158,6 +158,7 @@ class Operator:
             {
                 **hello.facts,
                 **service.settings.about,
+                "engine_pid": hello.facts.get("pid"),
                 "version": __version__,
                 "served_model_name": intake.names[0],
                 "max_model_len": hello.max_len,

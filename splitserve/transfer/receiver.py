@@ -86,6 +86,7 @@ class Receiver:
         config: TransferConfig,
         fence: Fence | None = None,
     ) -> None:
+        self.compare_all = False  # digests of every handoff, whatever the configured rate: for `verify`
         self._ports = ports
         self._config = config
         self._dial = Dial(allow_hosts=config.allow_hosts)
@@ -226,7 +227,8 @@ class Receiver:
         number = self._handoffs_of.get(contact.engine, 0)
         self._handoffs_of[contact.engine] = number + 1
         entry.engine = contact.engine
-        entry.digests = number < self._config.digest_warmup or _sampled(entry.id, self._config.digest_rate)
+        warming = number < self._config.digest_warmup
+        entry.digests = self.compare_all or warming or _sampled(entry.id, self._config.digest_rate)
         entry.offered = now
         self._act(entry, entry.table.offer(), now)
 

@@ -1,0 +1,146 @@
+"""What `verify` plays on: a running deployment, or one of its own; and always a unified engine of its own.
+
+Processes are started by the same commands that a person uses, so that the proof covers them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from splitserve.errors import ConfigError
+from splitserve.launch import rundir
+from splitserve.launch.deployment import load
+
+Say = Callable[[str], None]
+
+PROGRAM = (sys.executable, "-m", "splitserve")
+UP_S = 300.0
+STOP_S = 30.0
+SAME_FIELDS = ("dtype", "page_tokens", "step_tokens", "max_seqs")
+"""Of an engine's facts: equal on both sides, the same steps are computed, and answers can be equal to the bit."""
+
+
+@dataclass(frozen=True)
+class Urls:
+    router: str
+    prefill: str
+    decode: str
+
+
+async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
+    """The deployment of `file`, or the only one running. One that is not running is brought up, and down at the end."""
+    name = load(file).name if file else _only_running()
+    state = _state(name)
+    if state is None:
+        say(f"{name} is not running: bringing up one for the proof")
+        name = f"verify-{os.getpid()}"
+        await _up(file, name, closing)
+        state = _state(name)
+    if state is None:
+        raise ConfigError(f"{name} came up and is gone again", fix=f"splitserve logs --name {name}")
+    return _urls(state)
+
+
+async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack) -> str:
+    """Start one engine that computes everything itself, with the settings of `facts`; returns its address."""
+    say("starting a unified engine to compare with")
+    argv = [*PROGRAM, "serve", str(facts["model_path"]), "--role", "unified"]
+    for field in SAME_FIELDS:
+        argv += [f"--{field.replace('_', '-')}", str(facts[field])]
+    argv += ["--num-pages", str(facts["num_pages"]), "--threads", str(facts["threads"])]
+    argv += ["--cpus", ",".join(str(c) for c in facts["cpus"])]
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    closing.push_async_callback(_stop, process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    tail = asyncio.ensure_future(_tail(process.stderr))
+    try:
+        async with asyncio.timeout(UP_S):
+            async for line in process.stdout:
+                message = json.loads(line)
+                if message.get("ready"):
+                    _keep_reading(process.stdout, closing)
+                    return str(message["url"])
+    except TimeoutError:
+        raise ConfigError(f"the unified engine was not ready within {UP_S:g} s") from None
+    words = " | ".join((await tail)[-3:])
+    raise ConfigError(f"the unified engine ended before it was ready: {words}")
+
+
+def _only_running() -> str:
+    running = [n for n in rundir.names() if rundir.RunDir(n).running()]
+    if len(running) == 1:
+        return running[0]
+    raise ConfigError(
+        f"{len(running)} deployments are running: {', '.join(running) or 'none'}",
+        fix="name a deployment file: splitserve verify deploy/demo.toml",
+    )
+
+
+def _state(name: str) -> dict[str, Any] | None:
+    where = rundir.RunDir(name)
+    return where.read_state() if where.running() else None
+
+
+def _urls(state: Mapping[str, Any]) -> Urls:
+    by_role = {p["role"]: p["url"] for p in reversed(state["processes"])}
+    missing = {"router", "prefill", "decode"} - set(by_role)
+    if missing:
+        raise ConfigError(
+            f"{state['name']} has no {' and no '.join(sorted(missing))}: there is no handoff to prove",
+            fix="verify a deployment with [prefill] and [decode]",
+        )
+    return Urls(by_role["router"], by_role["prefill"], by_role["decode"])
+
+
+async def _up(file: str, name: str, closing: AsyncExitStack) -> None:
+    def command(*words: str) -> list[str]:
+        return [*PROGRAM, *words]
+
+    closing.push_async_callback(_run, command("down", "--name", name))
+    sets = [f"deployment.name={name}", "router.port=0", "engine.allow_faults=true"]
+    words = [w for s in sets for w in ("--set", s)]
+    code, out = await _run(command("up", file, "--detach", *words))
+    if code:
+        raise ConfigError(f"the deployment for the proof did not come up: {out.strip()[-600:]}")
+
+
+async def _run(argv: list[str]) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode("utf-8", "replace")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _tail(stream: asyncio.StreamReader, most: int = 20) -> list[str]:
+    """The last lines of a stream, once it has ended; reading on keeps the process from blocking."""
+    lines: list[str] = []
+    async for line in stream:
+        lines = [*lines[-most + 1 :], line.decode("utf-8", "replace").rstrip()]
+    return lines
+
+
+def _keep_reading(stream: asyncio.StreamReader, closing: AsyncExitStack) -> None:
+    task = asyncio.ensure_future(_tail(stream))
+    closing.callback(task.cancel)
