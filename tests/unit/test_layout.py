@@ -93,6 +93,13 @@ def test_a_row_moves_with_the_chunk_that_completes_it() -> None:
     assert hand_over(case) == [0, 8, 0, 8]
 
 
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 2)])
+def test_ring_rows_that_follow_each_other_on_one_side_only(tp: tuple[int, int]) -> None:
+    specs = [StateSpec("window", 0, Growth.RING, 8, rows=5, pieces=2)]
+    case = make_case(specs, page_tokens=4, tp=tp, start=0, total=9, cuts=[], seed=1)
+    assert sum(hand_over(case)) == 5 * 8 * 2
+
+
 def _one_request(
     pieces: int, *, tp: tuple[int, int], ids: tuple[int, ...]
 ) -> tuple[list[Rank], list[Rank], int]:
