@@ -44,7 +44,7 @@ async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
         await _up(file, name, closing)
         state = _state(name)
     if state is None:
-        raise ConfigError(f"{name} came up and is gone again", fix=f"splitserve logs --name {name}")
+        raise ConfigError(f"{name} came up and is gone again", fix=f"splitserve logs {name}")
     return _urls(state)
 
 
@@ -106,7 +106,7 @@ async def _up(file: str, name: str, closing: AsyncExitStack) -> None:
     def command(*words: str) -> list[str]:
         return [*PROGRAM, *words]
 
-    closing.push_async_callback(_run, command("down", "--name", name))
+    closing.push_async_callback(_run, command("down", name))
     sets = [f"deployment.name={name}", "router.port=0", "engine.allow_faults=true"]
     words = [w for s in sets for w in ("--set", s)]
     code, out = await _run(command("up", file, "--detach", *words))
