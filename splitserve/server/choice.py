@@ -45,15 +45,26 @@ class Delta:
 
 
 class Choice:
-    """The state of one answer. `discard` computes without showing: the engine has to make one token even for none."""
+    """The state of one answer.
+
+    `entries` says whether deltas carry them. `discard` computes without showing: the engine has to make one token
+    even for none.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, rules: TextRules, *, min_tokens: int = 0, discard: bool = False
+        self,
+        tokenizer: Tokenizer,
+        rules: TextRules,
+        *,
+        min_tokens: int = 0,
+        entries: bool = True,
+        discard: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=rules.skip_special)
         self._stops = StopStrings(rules.stops, keep=rules.keep_stop)
         self._keep_stop = rules.keep_stop
         self._min_tokens = min_tokens
+        self._entries = entries
         self._discard = discard
         self._matched_token: int | None = None
         self._partial: list[tuple[int, TokenLogprobs | None]] = []  # of a character that is not complete
@@ -92,10 +103,11 @@ class Choice:
             self.logprobs.append(logprobs)
         if token == self._matched_token and not self._keep_stop:
             return  # the token that ends the text, and the last one
-        self._partial.append((token, logprobs))
         piece = self._detokenizer.feed((token,))
-        if piece:
-            self._place(len(piece))
+        if self._entries:
+            self._partial.append((token, logprobs))
+            if piece:
+                self._place(len(piece))
         if len(self.tokens) <= self._min_tokens:
             self._show(piece, delta)  # too early for a stop
             return
@@ -107,11 +119,15 @@ class Choice:
     def _place(self, length: int) -> None:
         """`length` characters are complete: all tokens since the last complete one share in them."""
         start, self._num_decoded = self._num_decoded, self._num_decoded + length
-        self._waiting += [Entry(token, logprobs, start, self._num_decoded) for token, logprobs in self._partial]
+        self._waiting += [
+            Entry(token, logprobs, start, self._num_decoded) for token, logprobs in self._partial
+        ]
         self._partial.clear()
 
     def _show(self, text: str, delta: Delta) -> None:
         delta.text += text
+        if not self._entries:
+            return
         self._num_shown += len(text)
         while self._waiting and self._waiting[0].end <= self._num_shown:
             delta.entries.append(self._waiting.popleft())

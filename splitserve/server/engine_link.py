@@ -11,6 +11,7 @@ Nothing here starts or watches processes (ranks.py) and nothing reads clocks but
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -110,13 +111,14 @@ class EngineLink:
     def submit(self, request: wire.Generate, inbox: Inbox, *, index: int) -> None:
         """Start one choice; its events come to `inbox` as choice `index`."""
         self.check()
-        self._calls[request.rid] = (inbox, index)
         self._send(request)
+        self._calls[request.rid] = (inbox, index)
 
     def abort(self, rid: Rid, reason: str) -> None:
         """End one choice; what the engine still says about it is dropped. Harmless when it has ended."""
         if self._calls.pop(rid, None) is not None and self.lost is None:
-            self._send(wire.Abort(rid, reason))
+            with contextlib.suppress(EngineLost):  # then there is nothing left to abort
+                self._send(wire.Abort(rid, reason))
 
     async def control(
         self, op: str, args: dict[str, Any] | None = None, *, timeout_s: float = 30.0
@@ -125,8 +127,8 @@ class EngineLink:
         self.check()
         number = self.next_serial()
         future: asyncio.Future[wire.Reply] = self._loop.create_future()
-        self._replies[number] = future
         self._send(wire.Control(number, op, args or {}))
+        self._replies[number] = future
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
@@ -158,7 +160,10 @@ class EngineLink:
     # ------------------------------------------------------------------ inside
 
     def _send(self, message: wire.ToEngine) -> None:
-        self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # there is no limit on what is queued: nobody is at the other end
+            raise engine_lost("it has closed its line") from None
         # ZeroMQ's descriptor tells edges only, and sending may swallow one: look for input now.
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)

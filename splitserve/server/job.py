@@ -81,7 +81,14 @@ class Run:
         self._inbox = Inbox()
         s = job.sampling
         self.choices = [
-            Choice(tokenizer, job.rules, min_tokens=s.min_tokens, discard=job.discard) for _ in job.rids
+            Choice(
+                tokenizer,
+                job.rules,
+                min_tokens=s.min_tokens,
+                entries=s.logprobs is not None,
+                discard=job.discard,
+            )
+            for _ in job.rids
         ]
         serial = link.next_serial()  # engine rids are unique although clients choose theirs
         self._open = {i: f"{rid}#{serial}.{i}" for i, rid in enumerate(job.rids)}

@@ -105,6 +105,7 @@ class ServerProcess:
         self._argv = argv
         self._say = tell
         self._name = run_dir.name
+        self._told: tuple[str, int] | None = None
         self._stop: asyncio.Future[str] | None = None
 
     async def serve(self, alive_fd: int | None = None) -> int:
@@ -133,14 +134,11 @@ class ServerProcess:
         link.on_loading = self._tell_loading
         self._tell_loading(Loading("engine", 0.0))
         await ranks.start(self._rank_configs(link.endpoint), threads=self._engine.threads)
-        text = asyncio.create_task(asyncio.to_thread(_load_text, source))
-        try:
-            hello = await self._or_stop(link.greeting())
-            if hello is None:
-                return
-            tokenizer, chat = await text
-        finally:
-            text.cancel()
+        both = asyncio.gather(link.greeting(), asyncio.to_thread(_load_text, source))
+        loaded = await self._or_stop(both)
+        if loaded is None:
+            return
+        hello, (tokenizer, chat) = loaded
         app.service.intake = self._intake(tokenizer, chat, hello=hello, source=source)
         self._tell_loading(Loading("first token", 0.0))
         await self._or_stop(app.operator.probe(within_s=300.0))
@@ -289,6 +287,11 @@ class ServerProcess:
     # ------------------------------------------------------------------ lines on stdout
 
     def _tell_loading(self, loading: Loading) -> None:
+        """Each new stage, and every twentieth of one."""
+        step = (loading.stage, int(loading.done * 20))
+        if step == self._told:
+            return
+        self._told = step
         self._say({"loading": loading.stage, "done": round(loading.done, 3)})
 
     def _tell_ready(self, service: Service, port: int) -> None:

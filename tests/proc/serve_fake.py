@@ -1,4 +1,4 @@
-"""`splitserve serve` with a fake engine behind it: python tests/proc/serve_fake.py JSON, with the arguments of run()."""
+"""`splitserve serve` with a fake engine behind it: python tests/proc/serve_fake.py JSON (the arguments of run)."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """The text side of one answer: whole characters, nothing of a stop, logprobs that belong to what is shown."""
 
 import pytest
-from tests.fake_engine import END, logprobs_of, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from splitserve.server.choice import Choice, Ending
 from splitserve.server.params import TextRules
 from splitserve.text import tokenizer
 from splitserve.types import FinishReason, TokenEvent
+from tests.fake_engine import END, logprobs_of, save_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from splitserve import wire
+from splitserve.errors import EngineLost, Overloaded
 from splitserve.net import http
 from splitserve.server.access import Access
 from splitserve.server.app import App
@@ -58,8 +59,8 @@ class Bench:
     async def send(self, method: str, path: str, body=None, headers: str = ""):
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n{headers}\r\n"
-        writer.write(head.encode() + raw)
+        lines = f"host: x\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n{headers}"
+        writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + raw)
         return reader, writer
 
     async def json(self, method: str, path: str, body=None) -> dict:
@@ -402,6 +403,27 @@ def test_engine_death_fails_every_request_at_once(bench):
         assert (await b.call("POST", "/generate", {"text": "x"}))[0] == 502
 
     bench(say("ok"), body)
+
+
+def test_an_engine_that_has_closed_its_line_is_lost_before_its_process_is_reaped(bench):
+    async def body(b: Bench) -> None:
+        task = asyncio.create_task(b.call("POST", "/generate", {"text": "x"}))
+        await b.until(lambda: len(b.engine.generates) == 1)
+        await asyncio.to_thread(b.engine.stop)
+        with pytest.raises(EngineLost, match="closed its line"):
+            await asyncio.wait_for(asked_until_lost(b.service.link), 5)
+        assert (await b.call("POST", "/generate", {"text": "y"}))[0] == 502
+        await b.json("POST", "/abort_request", {"abort_all": True})
+        assert (await task)[0] == 200
+        await b.until(lambda: not b.service.runs and not b.service.link.num_open)
+
+    bench(lambda _: [], body)
+
+
+async def asked_until_lost(link: EngineLink) -> None:
+    while True:  # ZeroMQ notices within moments
+        with suppress(Overloaded):
+            await link.control("stats", timeout_s=0.1)
 
 
 @pytest.mark.parametrize(
