@@ -76,17 +76,19 @@ def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prep
     RequestError for what is no JSON object.
     """
     try:
+        if not body.isascii():
+            body.decode()  # values are passed on unread: what is not UTF-8 must be found here
         asked = _decode(body)
+        given = [name for name in OURS if getattr(asked, name) is not msgspec.UNSET]
+        if asked.seed is None:
+            given.append("seed")
+        if given:  # rare: fields that are ours to set must not stand there twice
+            fields = _decode_fields(body)
+            for name in given:
+                fields.pop(name, None)
+            body = _encode(fields)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the body is no JSON object: {e}") from None
-    given = [name for name in OURS if getattr(asked, name) is not msgspec.UNSET]
-    if asked.seed is None:
-        given.append("seed")
-    if given:  # rare: fields that are ours to set must not stand there twice
-        fields = _decode_fields(body)
-        for name in given:
-            fields.pop(name, None)
-        body = _encode(fields)
     opened = body.rstrip()[:-1].rstrip()
     if not opened.endswith(b"{"):
         opened += b","

@@ -79,6 +79,8 @@ def test_no_seed_where_none_is_wanted() -> None:
         b"{'a':1}",
         b'{"a":NaN}',
         b'{"a"}',
+        b'{"a":"\xff"}',
+        b'{"\xff":1,"seed":null}',
     ],
 )
 def test_no_object_is_refused(body: bytes) -> None:
