@@ -84,6 +84,17 @@ def power_of_two_scale(
     return exponent.clamp(0, 254).to(torch.uint8)
 
 
+def e4m3_to_float(
+    codes: torch.Tensor,  # [...] float8_e4m3fn, no NaN
+    scales: torch.Tensor,  # [...] float32
+) -> tuple[torch.Tensor, torch.Tensor]:  # [...] float32, and scales to multiply it with
+    """On a CPU by moving bits into a half, which is exact and counts 2 ** 8 less; torch's own cast is far slower."""
+    if codes.device.type != "cpu":
+        return codes.float(), scales
+    bits = (codes.view(torch.int8).to(torch.int16) << 7) & -0x4080  # 0xBF80: sign, and the other seven bits
+    return bits.view(torch.float16).float(), scales * 256
+
+
 def dequantise_tiles(
     codes: torch.Tensor,  # [..., out, in] float8_e4m3fn
     scales: torch.Tensor,  # [..., ceil(out / rows), ceil(in / columns)] uint8 (ue8m0) or float32
@@ -93,7 +104,7 @@ def dequantise_tiles(
     rows, columns = tile
     out, size = codes.shape[-2:]
     wide = ue8m0_to_float(scales) if scales.dtype == torch.uint8 else scales
-    values = codes.float()
+    values, wide = e4m3_to_float(codes, wide)
     if out % rows == 0 and size % columns == 0:
         grid = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
         return grid.mul_(wide[..., :, None, :, None]).flatten(-4, -3).flatten(-2).to(dtype)
@@ -106,16 +117,17 @@ def dequantise_mxfp4(
     scales: torch.Tensor,  # [..., out, in / 32] uint8 (ue8m0)
     dtype: torch.dtype,
 ) -> torch.Tensor:  # [..., out, in] in dtype
-    values = _pairs(codes.device)[codes.long()].flatten(-2)
+    pairs = torch.index_select(_pairs(codes.device), 0, codes.flatten().int())
+    values = pairs.view(torch.float32).view(*codes.shape[:-1], -1)
     grouped = values.unflatten(-1, (-1, MXFP4_GROUP)).mul_(ue8m0_to_float(scales)[..., None])
     return grouped.flatten(-2).to(dtype)
 
 
 def _pairs(device: torch.device) -> torch.Tensor:
-    """[256, 2] float32: the two numbers of each byte."""
+    """[256] float64, the two float32 numbers of each byte as one: a table of scalars is read ten times faster."""
     magnitudes = torch.tensor(_MAGNITUDES, device=device)
     values = torch.cat((magnitudes, -magnitudes))
-    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).view(torch.float64)[:, 0]
 
 
 def quantise_tiles(
