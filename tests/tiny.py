@@ -5,7 +5,9 @@ Weights are drawn with a large scale, so that attention is far from uniform and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,73 @@ def write_checkpoint(
         return model
     # Read it again: model.to() has rounded the rotary frequencies too, which no checkpoint holds.
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+_GGUF_ARCHS = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+
+
+def write_gguf(checkpoint: Path, path: Path, *, kind: str = "F32") -> Path:
+    """A safetensors checkpoint of `write_checkpoint` as GGUF, named as llama.cpp does, matrices of `kind`."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = _GGUF_ARCHS[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for name, array in _gguf_tensors(load_file(checkpoint / "model.safetensors"), config, arch):
+        quantised = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(array, quantised), raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_tensors(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any], arch: str
+) -> Iterator[tuple[str, Any]]:
+    """(GGUF name, array): experts of a layer in one stack, and llama's q and k rows in its converter's order."""
+    import gguf
+
+    number = next(n for n, its in gguf.MODEL_ARCH_NAMES.items() if its == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        expert = re.search(r"\.experts\.(\d+)", name)
+        which = name.split(".")[-2]
+        if expert:
+            stacks.setdefault(name.replace(expert[0], ".experts"), {})[int(expert[1])] = tensor
+        elif arch == "llama" and which in heads:  # the halves of a head become neighbouring rows
+            paired = tensor.unflatten(0, (heads[which], 2, -1)).transpose(1, 2).flatten(0, 2)
+            yield names.get_name(name, (".weight", ".bias")), paired.numpy()
+        else:
+            yield names.get_name(name, (".weight", ".bias")), tensor.numpy()
+    for name, experts in stacks.items():
+        stack = torch.stack([experts[i] for i in range(len(experts))])
+        yield names.get_name(name, (".weight", ".bias")), stack.numpy()
 
 
 def make_pool(

@@ -105,14 +105,22 @@ def check(config: ModelConfig, where: str) -> ModelConfig:
         )
     if not 0 <= config.eps < 1:
         raise WeightsError(f"{where}: the epsilon of the norms is {config.eps}", field="eps")
-    _check_rope(config.rope, where)
+    _check_rope(config.rope, config.head_dim // 2, where)
     return config
 
 
-def _check_rope(rope: Rope, where: str) -> None:
+def _check_rope(rope: Rope, pairs: int, where: str) -> None:
     positive = (rope.factor, *rope.short_factor, *rope.long_factor, *rope.divisors)
     bands = rope.beta_fast > rope.beta_slow > 0 and rope.high_freq_factor > rope.low_freq_factor >= 0
     if not (rope.theta > 1 and all(0 < x < math.inf for x in positive) and bands and rope.original_len >= 0):
         raise WeightsError(f"{where}: impossible rotary embedding: {rope}")
     if rope.kind in ("llama3", "yarn", "longrope") and rope.original_len < 2:
         raise WeightsError(f"{where}: {rope.kind} scaling needs the original length, not {rope.original_len}")
+    tables = {"longrope": (rope.short_factor, rope.long_factor), "divided": (rope.divisors,)}.get(
+        rope.kind, ()
+    )
+    for table in tables:
+        if len(table) != pairs:
+            raise WeightsError(
+                f"{where}: {rope.kind} scaling has {len(table)} factors, these heads need {pairs}"
+            )

@@ -173,7 +173,7 @@ def _hf_rope(values: dict[str, Any], where: str, max_len: int) -> Rope:
     if not isinstance(scaling, dict):
         raise WeightsError(f"{where}: the rope scaling {scaling!r} is no object")
     keys = _Keys(scaling, f"{where} (rope)")
-    name = scaling.get("rope_type") or scaling.get("type") or "default"
+    name = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if name not in _ROPE_KINDS:
         raise WeightsError(
             f"{where}: rope scaling {name!r} is not known", fix=f"known: {', '.join(sorted(_ROPE_KINDS))}"
@@ -289,10 +289,10 @@ def _gguf_rope(keys: _Keys, file: GgufFile) -> Rope:
 
 
 def _known_arch(name: object, known: dict[str, str], where: str) -> str:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise WeightsError(
             f"{where}: architecture {name!r} is not known",
             field="model",
             fix=f"known: {', '.join(sorted(known))}",
         )
-    return known[str(name)]
+    return known[name]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from splitserve.errors import WeightsError
-
 from .config import Rope
 
 
@@ -26,7 +24,7 @@ def frequencies(rope: Rope, head_dim: int, max_len: int) -> Frequencies:
     """Frequencies of a model served up to `max_len` tokens.
 
     LongRoPE has two sets, for texts within the original length and beyond. State computed with one cannot be read with
-    the other, so the choice follows from `max_len` once and not from each text. Raises WeightsError for bad tables.
+    the other, so the choice follows from `max_len` once and not from each text.
     """
     plain = [rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     match rope.kind:
@@ -38,16 +36,14 @@ def frequencies(rope: Rope, head_dim: int, max_len: int) -> Frequencies:
             return _yarn(plain, rope, head_dim)
         case "longrope":
             table = rope.long_factor if max_len > rope.original_len else rope.short_factor
-            return Frequencies(_divide(plain, table, "longrope"), _longrope_scale(rope))
+            return Frequencies(_divide(plain, table), _longrope_scale(rope))
         case "divided":
-            return Frequencies(_divide(plain, rope.divisors, "rope_freqs"))
+            return Frequencies(_divide(plain, rope.divisors))
         case _:
             return Frequencies(tuple(plain))
 
 
-def _divide(plain: list[float], table: tuple[float, ...], what: str) -> tuple[float, ...]:
-    if len(table) != len(plain):
-        raise WeightsError(f"{what} has {len(table)} factors, a head of {2 * len(plain)} needs {len(plain)}")
+def _divide(plain: list[float], table: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(f / d for f, d in zip(plain, table, strict=True))
 
 

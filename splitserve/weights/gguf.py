@@ -200,7 +200,8 @@ def _to_numbers(raw: Array, type_number: int, shape: tuple[int, ...], row_bytes:
         encoding, dtype = _PLAIN[kind.name]
         return Rows(raw.view(dtype).reshape(shape), encoding)
     try:
-        numbers = dequantize(np.asarray(raw).reshape(-1, row_bytes), kind)
+        with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
+            numbers = dequantize(np.asarray(raw).reshape(-1, row_bytes), kind)
     except NotImplementedError:
         raise WeightsError(
             f"tensors quantised as {kind.name} are not read", fix="use Q4_0, Q4_1, Q8_0 or a K-quant"

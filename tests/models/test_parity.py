@@ -14,7 +14,7 @@ from splitserve.kv.pool import Pool
 from splitserve.models.read import read_config
 from splitserve.models.registry import build
 from splitserve.weights.locate import locate
-from tests.tiny import FAMILIES, Text, make_forward, make_pool, write_checkpoint
+from tests.tiny import FAMILIES, Text, make_forward, make_pool, write_checkpoint, write_gguf
 
 PAGE = 16
 
@@ -74,8 +74,22 @@ def test_sharded_half_precision_checkpoints(dtype: torch.dtype, tmp_path: Path) 
     torch.testing.assert_close(run(model, make_pool(model.cfg), seq, [40]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-tied-bias", "qwen2", "qwen3", "qwen3-moe"])
+def test_gguf_equals_safetensors(family: str, tmp_path: Path) -> None:
+    """Above all that llama's q and k rows are put back: any other order gives other logits."""
+    all_sparse = {"mlp_only_layers": []} if family == "qwen3-moe" else {}  # GGUF has no mixed ones
+    write_checkpoint(tmp_path, family, **all_sparse)
+    expected, found = (
+        run(model, make_pool(model.cfg), text(40), [40])
+        for model in (load(tmp_path), load(write_gguf(tmp_path, tmp_path / "x.gguf", kind="F32")))
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3-moe"])
-@pytest.mark.parametrize("sizes", [[1] * 70, [33, 37], [16, 16, 16, 16, 6], [5, 1, 1, 62, 1]], ids=lambda s: f"{len(s)}-chunks")
+@pytest.mark.parametrize(
+    "sizes", [[1] * 70, [33, 37], [16, 16, 16, 16, 6], [5, 1, 1, 62, 1]], ids=lambda s: f"{len(s)}-chunks"
+)
 def test_chunks_equal_the_whole(family: str, sizes: list[int], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     model = load(tmp_path)
