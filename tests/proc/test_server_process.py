@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from splitserve.net.probe import free_ports
 from tests.fake_engine import save_tokenizer, until
 
 SERVE = Path(__file__).with_name("serve_fake.py")
@@ -27,10 +28,10 @@ ROOT = SERVE.parent.parent.parent
 class Server:
     """A started server; `alive` is our end of its parent's pipe."""
 
-    def __init__(self, model: Path, run_dir: Path, *, server=None, env=None) -> None:
+    def __init__(self, model: Path, run_dir: Path, *, role="prefill", server=None, env=None) -> None:
         theirs, self.alive = os.pipe()
         given = {
-            "engine": {"model": str(model), "role": "prefill"},
+            "engine": {"model": str(model), "role": role},
             "server": server or {},
             "run_dir": str(run_dir),
         }
@@ -84,10 +85,10 @@ def start(model, tmp_path):
     started: list[Server] = []
 
     @contextmanager
-    def begin(**options) -> Iterator[Server]:
-        run_dir = tmp_path / "prefill-0"
+    def begin(role="prefill", **options) -> Iterator[Server]:
+        run_dir = tmp_path / f"{role}-0"
         run_dir.mkdir(exist_ok=True)
-        server = Server(model, run_dir, **options)
+        server = Server(model, run_dir, role=role, **options)
         started.append(server)
         yield server
 
@@ -206,3 +207,76 @@ def test_port_taken(start):
             assert s.wait() == 2
             assert f"port {other.getsockname()[1]}" in s.process.stderr.read()
             assert s.process.stdout.read() == ""  # no engine was begun
+
+
+def test_behind_sglang_router(start):
+    """The real router, in PD mode, in front of a prefill and a decode server: what it sends, we accept."""
+    pytest.importorskip("sglang_router")
+    port, figures_port = free_ports(2)
+    with start("prefill") as prefill, start("decode") as decode:
+        urls = prefill.ready()["url"], decode.ready()["url"]
+        words = [
+            "--pd-disaggregation",
+            "--prefill",
+            urls[0],
+            "4567",
+            "--decode",
+            urls[1],
+            "--port",
+            str(port),
+        ]
+        words += ["--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"]
+        words += ["--prometheus-port", str(figures_port)]
+        router = subprocess.Popen(
+            [sys.executable, "-m", "sglang_router.launch_router", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            _ask_through(port)
+        finally:
+            router.kill()
+            router.wait()
+        for server, half in ((prefill, "prefill"), (decode, "decode")):
+            counts = _figures(server)
+            assert counts['splitserve_requests_total{endpoint="chat",status="200"}'] == 3, half
+            assert counts['splitserve_requests_total{endpoint="completions",status="200"}'] == 1, half
+
+
+def _ask_through(port: int) -> None:
+    def ask(path: str, body=None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        with suppress(ConnectionError):
+            raw = json.dumps(body) if body else None
+            connection.request("POST" if body else "GET", path, raw, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        return 0, ""
+
+    until(lambda: ask("/readiness")[0] == 200, within_s=20)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    status, raw = ask("/v1/chat/completions", chat)
+    assert status == 200, raw
+    assert json.loads(raw)["choices"][0]["message"]["content"] == "Hello"
+    status, raw = ask("/v1/chat/completions", {**chat, "stream": True})
+    assert raw.endswith("data: [DONE]\n\n"), raw
+    assert status == 200
+    status, raw = ask("/v1/chat/completions", {**chat, "n": 2})
+    assert (status, len(json.loads(raw)["choices"])) == (200, 2)
+    status, raw = ask("/v1/completions", {"model": "x", "prompt": ["a", "b"], "max_tokens": 2})
+    assert status == 404  # a model that we do not have
+    assert "is not served here" in raw
+    status, raw = ask("/v1/completions", {"model": "unknown", "prompt": ["a", "b"], "max_tokens": 2})
+    assert [c["text"] for c in json.loads(raw)["choices"]] == ["He", "He"], raw
+    status, raw = ask("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": 3}})
+    assert (status, json.loads(raw)["text"]) == (200, "Hel")
+    status, raw = ask("/generate", {"text": "Hi", "sampling_params": {"temperature": -1}})
+    assert status == 400
+    assert "temperature" in raw
+
+
+def _figures(server: Server) -> dict[str, float]:
+    connection = server.open()
+    connection.request("GET", "/metrics")
+    lines = [x for x in connection.getresponse().read().decode().splitlines() if x and not x.startswith("#")]
+    return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines)}
