@@ -114,7 +114,7 @@ class RouterConfig:
     health_interval_s: float = _f(1.0, "time between health checks", low=0.05)
     retries: int = _f(2, "more tries of a request before its first body byte", low=0)
     prefill_grace_s: float = _f(
-        1.0, "when prefill's connection breaks, decode may still answer within this time", low=0
+        0.9, "when prefill's connection breaks, decode may still answer within this time", low=0
     )
     max_queued_tokens: int = _f(
         262144, "prompt tokens waiting at an engine above which it gets no more", low=1

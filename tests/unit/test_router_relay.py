@@ -351,8 +351,9 @@ def test_json_cut_in_the_middle_is_tried_again_and_never_seen() -> None:
 
 def test_another_pair_takes_over() -> None:
     async def run() -> None:
-        async with bench([whole(200, {})] * 2, [dies(head=False), completes()]) as b:
-            for _ in range(4):
+        config = {"policy": "random", "retries": 1, "circuit_failures": 1000}
+        async with bench([whole(200, {})] * 2, [dies(head=False), completes()], **config) as b:
+            for _ in range(30):  # without a memory of who has failed, one in four would go wrong
                 assert (await b.ask(PROMPT)).body == ALL_TOKENS
 
     go(run())
