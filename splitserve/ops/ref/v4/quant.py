@@ -11,6 +11,7 @@ neighbours of a row. Values are exact in float32, and in bf16 where the scales a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -123,6 +124,7 @@ def dequantise_mxfp4(
     return grouped.flatten(-2).to(dtype)
 
 
+@cache
 def _pairs(device: torch.device) -> torch.Tensor:
     """[256] float64, the two float32 numbers of each byte as one: a table of scalars is read ten times faster."""
     magnitudes = torch.tensor(_MAGNITUDES, device=device)
