@@ -80,7 +80,7 @@ class Generation:
         finally:
             run.close()
             service.runs.discard(run)
-            service.metrics.ended(job.endpoint, status, run.age_s)
+            service.metrics.ended(job.endpoint, status, seconds=run.age_s)
             _log.debug(
                 "%s %s: %s, %d tokens, %.3f s", job.endpoint, job.rids[0], status, run.num_output, run.age_s
             )

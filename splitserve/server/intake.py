@@ -82,7 +82,7 @@ class Intake:
         self.check_model(body.model)
         check_fixed(body)
         if body.logprobs is not None:
-            params.in_range(body.logprobs, "logprobs", 0, params.MAX_LOGPROBS)
+            params.in_range(body.logprobs, "logprobs", low=0, high=params.MAX_LOGPROBS)
         echo = bool(body.echo)
         special = body.add_special_tokens is not False
         wish = _Wish(
@@ -161,7 +161,7 @@ class Intake:
         )
         # The template writes the model's first token itself, where there is one.
         tokens = await self.tokenizer.encode_async(text, add_special=False)
-        return params.check_tokens(tokens, "messages", self.limits)
+        return params.check_tokens(tokens, "messages", limits=self.limits)
 
     # ------------------------------------------------------------------ parts
 
@@ -174,7 +174,7 @@ class Intake:
         if not given:
             raise RequestError(f"{name} is empty", field=name)
         if not isinstance(given[0], list | str):
-            return (Prompt(params.check_tokens(given, name, self.limits)),)
+            return (Prompt(params.check_tokens(given, name, limits=self.limits)),)
         if len(given) > MAX_PROMPTS:
             raise RequestError(
                 f"{name} has {len(given)} prompts, at most {MAX_PROMPTS} are taken", field=name
@@ -185,13 +185,13 @@ class Intake:
 
     async def _prompt(self, given: Any, name: str, *, add_special: bool) -> Prompt:
         if isinstance(given, list):
-            return Prompt(params.check_tokens(given, name, self.limits))
+            return Prompt(params.check_tokens(given, name, limits=self.limits))
         if not isinstance(given, str):
             raise RequestError(f"{name} must be a text or a list of token ids", field=name)
         if not given:
             raise RequestError(f"{name} is empty", field=name)
         tokens = await self.tokenizer.encode_async(given, add_special=add_special)
-        return Prompt(params.check_tokens(tokens, name, self.limits), given)
+        return Prompt(params.check_tokens(tokens, name, limits=self.limits), given)
 
     def _job(
         self,
@@ -214,7 +214,7 @@ class Intake:
             for p in wish.prompts
         ]
         min_tokens = int(
-            params.in_range(wish.min_tokens or 0, f"{wish.prefix}min_tokens", 0, self.limits.max_len)
+            params.in_range(wish.min_tokens or 0, f"{wish.prefix}min_tokens", low=0, high=self.limits.max_len)
         )
         sampling = params.sampling(
             body,
@@ -241,7 +241,7 @@ class Intake:
             rooms=met,
             half=half,
             priority=int(
-                params.in_range(priority or 0, "priority", -params.MAX_PRIORITY, params.MAX_PRIORITY)
+                params.in_range(priority or 0, "priority", low=-params.MAX_PRIORITY, high=params.MAX_PRIORITY)
             ),
             stream=bool(stream),
             discard=max(budgets) == 0,
@@ -295,7 +295,7 @@ def _rids(wish: _Wish, num_choices: int) -> tuple[str, ...]:
 def _seeds(given: int | None, name: str, *, num_prompts: int, n: int, met: Sequence[Room]) -> tuple[int, ...]:
     """One for each prompt. Without a seed the halves of a split request find the same one from their room."""
     if given is not None:
-        params.in_range(given, name, -(2**63), 2**64 - 1)
+        params.in_range(given, name, low=-(2**63), high=2**64 - 1)
         return (given % 2**64,) * num_prompts
     if met:
         return tuple(rooms.derived_seed(met[p * n].id) for p in range(num_prompts))

@@ -119,7 +119,7 @@ class ServerProcess:
             async with self._listening(app) as listener, self._ranks(link) as ranks:
                 watch = asyncio.create_task(service.health.watch())
                 try:
-                    await self._start(ranks, app, source, link)
+                    await self._start(ranks, app, source=source, link=link)
                     if not self._stop.done():
                         service.ready = True
                         self._tell_ready(service, listener.port)
@@ -129,7 +129,7 @@ class ServerProcess:
 
     # ------------------------------------------------------------------ start
 
-    async def _start(self, ranks: Ranks, app: App, source: Source, link: EngineLink) -> None:
+    async def _start(self, ranks: Ranks, app: App, *, source: Source, link: EngineLink) -> None:
         """Everything up to the first token; returns early when told to stop."""
         link.on_loading = self._tell_loading
         self._tell_loading(Loading("engine", 0.0))

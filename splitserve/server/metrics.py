@@ -50,7 +50,7 @@ class Metrics:
         self._running.inc()
         self._prompt.inc(num_prompt_tokens)
 
-    def ended(self, endpoint: str, status: str, seconds: float) -> None:
+    def ended(self, endpoint: str, status: str, *, seconds: float) -> None:
         """`status` is the HTTP status that the client saw, `client_left`, or `error:CODE` inside a stream."""
         self._running.dec()
         self._requests.labels(endpoint, status).inc()

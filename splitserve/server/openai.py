@@ -80,7 +80,7 @@ def check_fixed(body: OpenAIFields) -> None:
 
 def chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None:
-        in_range(body.top_logprobs, "top_logprobs", 0, MAX_LOGPROBS)
+        in_range(body.top_logprobs, "top_logprobs", low=0, high=MAX_LOGPROBS)
         if not body.logprobs and body.top_logprobs:
             raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None

@@ -39,7 +39,7 @@ class Form(Protocol):
 
     def chunk(self, index: int, delta: Delta, *, first: bool) -> dict[str, Any]: ...
 
-    def whole(self, index: int, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any]: ...
+    def whole(self, index: int, choice: Choice, *, entries: Sequence[Entry]) -> dict[str, Any]: ...
 
 
 class OpenAIShape:
@@ -84,7 +84,7 @@ class OpenAIShape:
         return event({**self._head, "choices": [], "usage": self._usage()})
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._form.whole(i, c, self._entries[i]) for i, c in enumerate(self._run.choices)]
+        choices = [self._form.whole(i, c, entries=self._entries[i]) for i, c in enumerate(self._run.choices)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class ChatForm:
             "finish_reason": _reason(delta),
         }
 
-    def whole(self, index: int, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any]:
+    def whole(self, index: int, choice: Choice, *, entries: Sequence[Entry]) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text},
@@ -159,7 +159,7 @@ class CompletionForm:
             "finish_reason": _reason(delta),
         }
 
-    def whole(self, index: int, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any]:
+    def whole(self, index: int, choice: Choice, *, entries: Sequence[Entry]) -> dict[str, Any]:
         return {
             "index": index,
             "text": self._echoed(index) + choice.text,
@@ -182,7 +182,7 @@ class CompletionForm:
         base = len(self._echoed(index))
         for entry in entries:
             if entry.logprobs is not None:
-                self._add(out, entry.token, entry.logprobs, offset=base + entry.start)
+                self._add(out, entry.token, found=entry.logprobs, offset=base + entry.start)
         return out
 
     def _add_prompt(self, index: int, out: dict[str, Any]) -> None:
@@ -191,10 +191,10 @@ class CompletionForm:
         found = self._run.choices[index].prompt_logprobs
         offset = 0
         for i, token in enumerate(tokens):
-            self._add(out, token, found[i] if i < len(found) else None, offset=offset)
+            self._add(out, token, found=found[i] if i < len(found) else None, offset=offset)
             offset += 0 if self._tokenizer.is_special(token) else len(self._tokenizer.token_text(token))
 
-    def _add(self, out: dict[str, Any], token: int, found: TokenLogprobs | None, *, offset: int) -> None:
+    def _add(self, out: dict[str, Any], token: int, *, found: TokenLogprobs | None, offset: int) -> None:
         text = self._tokenizer.token_text
         out["tokens"].append(text(token))
         out["text_offset"].append(offset)

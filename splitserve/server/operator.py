@@ -72,9 +72,9 @@ class Operator:
             "/flush_cache": {"POST": self.flush_cache, "GET": self.flush_cache},
         }
         for path in ("/server_info", "/get_server_info"):
-            routes[path] = {"GET": self.server_info}
+            routes[path] = {"GET": self.describe_server}
         for path in ("/model_info", "/get_model_info"):
-            routes[path] = {"GET": self.model_info}
+            routes[path] = {"GET": self.describe_model}
         for name in CONTROLS:
             routes[f"/debug/{name}"] = {"POST": self._control(name)}
         for name in QUESTIONS:
@@ -147,7 +147,7 @@ class Operator:
         }
         responder.send_json(200, {"object": "list", "data": [model]})
 
-    def server_info(self, _: Request, responder: Responder) -> None:
+    def describe_server(self, _: Request, responder: Responder) -> None:
         """Settings and facts. No tokenizer_path unless it is a local directory: routers look others up online."""
         service = self._service
         hello = service.link.check()
@@ -170,7 +170,7 @@ class Operator:
             },
         )
 
-    def model_info(self, _: Request, responder: Responder) -> None:
+    def describe_model(self, _: Request, responder: Responder) -> None:
         intake, about = self._service.model(), self._service.settings.about
         found = {
             "model_path": about.get("model_path"),
@@ -221,7 +221,7 @@ class Operator:
         intake = self._service.model()
         body = typed(read_object(request.body), DetokenizeBody)
         intake.check_model(body.model)
-        tokens = params.check_tokens(body.tokens, "tokens", intake.limits) if body.tokens else []
+        tokens = params.check_tokens(body.tokens, "tokens", limits=intake.limits) if body.tokens else []
         text = intake.tokenizer.decode(tokens, skip_special=bool(body.skip_special_tokens))
         responder.send_json(200, {"text": text, "prompt": text})
 

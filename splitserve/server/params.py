@@ -74,28 +74,32 @@ def sampling(
     `top_k` -1 keeps all, as 0 does. Raises RequestError; `prefix` comes before field names.
     """
 
-    def number(name: str, low: float, high: float, default: float, *, open_low: bool = False) -> float:
+    def number(name: str, default: float, *, low: float, high: float, open_low: bool = False) -> float:
         value = getattr(fields, name)
-        return default if value is None else in_range(value, f"{prefix}{name}", low, high, open_low=open_low)
+        return (
+            default
+            if value is None
+            else in_range(value, f"{prefix}{name}", low=low, high=high, open_low=open_low)
+        )
 
     if min_tokens > max_tokens > 0:
         raise RequestError(
             f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}", field=f"{prefix}min_tokens"
         )
     ends = () if fields.ignore_eos else limits.eos_ids
-    top_k = int(number("top_k", -1, 2**31, 0))
+    top_k = int(number("top_k", 0, low=-1, high=2**31))
     return SamplingParams(
-        temperature=number("temperature", 0, MAX_TEMPERATURE, 1.0),
+        temperature=number("temperature", 1.0, low=0, high=MAX_TEMPERATURE),
         top_k=max(0, top_k),
-        top_p=number("top_p", 0, 1, 1.0, open_low=True),
-        min_p=number("min_p", 0, 1, 0.0),
-        repetition_penalty=number("repetition_penalty", 0, MAX_REPETITION, 1.0, open_low=True),
-        presence_penalty=number("presence_penalty", -2, 2, 0.0),
-        frequency_penalty=number("frequency_penalty", -2, 2, 0.0),
-        logit_bias=_biases(fields.logit_bias, limits.vocab_size, f"{prefix}logit_bias"),
+        top_p=number("top_p", 1.0, low=0, high=1, open_low=True),
+        min_p=number("min_p", 0.0, low=0, high=1),
+        repetition_penalty=number("repetition_penalty", 1.0, low=0, high=MAX_REPETITION, open_low=True),
+        presence_penalty=number("presence_penalty", 0.0, low=-2, high=2),
+        frequency_penalty=number("frequency_penalty", 0.0, low=-2, high=2),
+        logit_bias=_biases(fields.logit_bias, f"{prefix}logit_bias", vocab_size=limits.vocab_size),
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
-        stop_token_ids=tuple(dict.fromkeys([*_stop_tokens(fields, limits, prefix), *ends])),
+        stop_token_ids=tuple(dict.fromkeys([*_stop_tokens(fields, limits, prefix=prefix), *ends])),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -121,10 +125,10 @@ def text_rules(fields: SamplingFields, *, keep_stop: bool | None = None, prefix:
 
 
 def num_choices(fields: SamplingFields, prefix: str = "") -> int:
-    return 1 if fields.n is None else int(in_range(fields.n, f"{prefix}n", 1, MAX_CHOICES))
+    return 1 if fields.n is None else int(in_range(fields.n, f"{prefix}n", low=1, high=MAX_CHOICES))
 
 
-def in_range(value: float, name: str, low: float, high: float, *, open_low: bool = False) -> float:
+def in_range(value: float, name: str, *, low: float, high: float, open_low: bool = False) -> float:
     """`value`, if it is a finite number in [low, high] (or (low, high]); RequestError otherwise."""
     # An integer of JSON may be too large for a float; isfinite would raise on it.
     fits = (low < value if open_low else low <= value) and value <= high
@@ -142,7 +146,6 @@ def token_budget(
     num_prompt: int,
     limits: ModelLimits,
     default: int | None,
-    may_be_zero: bool = True,
 ) -> int:
     """Tokens a choice may emit. A prompt or a wish that does not fit the model is a RequestError with both numbers.
 
@@ -157,7 +160,7 @@ def token_budget(
         )
     if given is None:
         return left if default is None else min(default, left)
-    in_range(given, name, 0 if may_be_zero else 1, 2**53)
+    in_range(given, name, low=0, high=2**53)
     if given > left:
         raise RequestError(
             f"{name} is {given}, but the prompt has {num_prompt} tokens and this server takes {limits.max_len} in all",
@@ -167,7 +170,7 @@ def token_budget(
     return given
 
 
-def check_tokens(tokens: list[Any], name: str, limits: ModelLimits) -> list[int]:
+def check_tokens(tokens: list[Any], name: str, *, limits: ModelLimits) -> list[int]:
     """Token ids of a prompt: integers of the vocabulary, at least one."""
     if not tokens:
         raise RequestError(f"{name} is empty", field=name)
@@ -181,16 +184,16 @@ def check_tokens(tokens: list[Any], name: str, limits: ModelLimits) -> list[int]
     return tokens
 
 
-def _stop_tokens(fields: SamplingFields, limits: ModelLimits, prefix: str) -> list[int]:
+def _stop_tokens(fields: SamplingFields, limits: ModelLimits, *, prefix: str) -> list[int]:
     given, name = fields.stop_token_ids, f"{prefix}stop_token_ids"
     if not given:
         return []
     if len(given) > MAX_STOP_TOKENS:
         raise RequestError(f"{name} has {len(given)} ids, at most {MAX_STOP_TOKENS} are taken", field=name)
-    return check_tokens(given, name, limits)
+    return check_tokens(given, name, limits=limits)
 
 
-def _biases(given: dict[str, float] | None, vocab_size: int, name: str) -> dict[int, float]:
+def _biases(given: dict[str, float] | None, name: str, *, vocab_size: int) -> dict[int, float]:
     if not given:
         return {}
     if len(given) > MAX_BIASES:
@@ -199,7 +202,7 @@ def _biases(given: dict[str, float] | None, vocab_size: int, name: str) -> dict[
     for key, bias in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
             raise RequestError(f"{name} key {key[:20]!r} is no token id below {vocab_size}", field=name)
-        found[int(key)] = in_range(bias, f"{name}[{key}]", -100, 100)
+        found[int(key)] = in_range(bias, f"{name}[{key}]", low=-100, high=100)
     return found
 
 

@@ -53,14 +53,14 @@ def rooms(fields: RoomFields, place: Place, *, num_prompts: int, n: int) -> tupl
             field="bootstrap_room",
             fix="leave the bootstrap fields out, or start the engine with --role prefill or decode",
         )
-    ids = _room_ids(fields.bootstrap_room, num_prompts, n)
-    hosts = _spread(fields.bootstrap_host, "bootstrap_host", num_prompts, n)
-    ports = _spread(fields.bootstrap_port, "bootstrap_port", num_prompts, n)
+    ids = _room_ids(fields.bootstrap_room, num_prompts=num_prompts, n=n)
+    hosts = _spread(fields.bootstrap_host, "bootstrap_host", num_prompts=num_prompts, n=n)
+    ports = _spread(fields.bootstrap_port, "bootstrap_port", num_prompts=num_prompts, n=n)
     if place.role is Role.PREFILL:
         return tuple(
             Room(i, place.host, p if p is not None else place.port) for i, p in zip(ids, ports, strict=True)
         )
-    return tuple(_at_decode(*one, place) for one in zip(ids, hosts, ports, strict=True))
+    return tuple(_at_decode(*one, place=place) for one in zip(ids, hosts, ports, strict=True))
 
 
 def derived_seed(room: int) -> int:
@@ -71,7 +71,7 @@ def derived_seed(room: int) -> int:
     return x ^ (x >> 31)
 
 
-def _room_ids(given: int | list[int | None], num_prompts: int, n: int) -> list[int]:
+def _room_ids(given: int | list[int | None], *, num_prompts: int, n: int) -> list[int]:
     num_choices = num_prompts * n
     if isinstance(given, int):
         ids = [(_checked(given) + i) % _ROOMS for i in range(num_choices)]
@@ -80,7 +80,7 @@ def _room_ids(given: int | list[int | None], num_prompts: int, n: int) -> list[i
     else:
         ids = [
             (_checked(r) + i) % _ROOMS
-            for r in _spread(given, "bootstrap_room", num_prompts, 1)
+            for r in _spread(given, "bootstrap_room", num_prompts=num_prompts, n=1)
             for i in range(n)
         ]
     if len(set(ids)) < num_choices:
@@ -100,7 +100,7 @@ def _checked(room: Any) -> int:
     return room
 
 
-def _spread(given: Any, name: str, num_prompts: int, n: int) -> list[Any]:
+def _spread(given: Any, name: str, *, num_prompts: int, n: int) -> list[Any]:
     """One value for each choice, from one for all, one for each prompt, or one for each choice."""
     if not isinstance(given, list):
         return [given] * (num_prompts * n)
@@ -113,7 +113,7 @@ def _spread(given: Any, name: str, num_prompts: int, n: int) -> list[Any]:
     )
 
 
-def _at_decode(room: int, host: str | None, port: int | None, place: Place) -> Room:
+def _at_decode(room: int, host: str | None, port: int | None, *, place: Place) -> Room:
     if not host:
         raise RequestError(
             "bootstrap_host is missing: decode must know where prefill listens",

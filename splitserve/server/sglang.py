@@ -52,9 +52,9 @@ def logprobs_of(body: GenerateBody) -> tuple[int | None, int | None]:
     Prompt logprobs are given from token `logprob_start_len` on; -1, the default, is none.
     """
     best, start = body.top_logprobs_num or 0, body.logprob_start_len
-    in_range(best, "top_logprobs_num", 0, MAX_LOGPROBS)
+    in_range(best, "top_logprobs_num", low=0, high=MAX_LOGPROBS)
     if start is not None:
-        in_range(start, "logprob_start_len", -1, 2**31)
+        in_range(start, "logprob_start_len", low=-1, high=2**31)
     if not body.return_logprob:
         if best:
             raise RequestError("top_logprobs_num needs return_logprob: true", field="top_logprobs_num")

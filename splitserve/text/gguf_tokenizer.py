@@ -50,7 +50,7 @@ def build(metadata: dict[str, Any], path: Path) -> Tokenizer:
     if model == "gpt2":
         tokenizer = _byte_level(metadata, tokens, path)
     elif model == "llama":
-        tokenizer = _sentencepiece(metadata, tokens, types, path)
+        tokenizer = _sentencepiece(metadata, tokens, types=types, path=path)
     else:
         raise WeightsError(f"{path}: tokenizer model {model!r} is not known", fix="known are gpt2 and llama")
     # Matched as they stand, before the text is cut. Only control tokens are skipped when output is decoded.
@@ -114,7 +114,7 @@ def _check_merges(merges: list[tuple[str, str]], vocab: dict[str, int], path: Pa
             raise WeightsError(f"{path}: merge {left!r} + {right!r} uses a token that the vocabulary lacks")
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], *, types: list[int], path: Path) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
         raise WeightsError(f"{path}: a SentencePiece vocabulary of {len(tokens)} tokens needs as many scores")
