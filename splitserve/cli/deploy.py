@@ -71,30 +71,28 @@ def down(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """Show what is up. Exit code 1 where nothing is, or something in it is not ready."""
-    states, lines = [], []
-    for name in [args.name] if args.name else names():
-        run_dir = RunDir(name)
-        for gone in run_dir.clean():
-            lines.append(f"{name}: its supervisor had died; ended {gone}")
-        if run_dir.running():
-            states.append(_state_of(run_dir))
+    wait_s = _number(args.wait, "--wait")
+    end = time.monotonic() + wait_s
+    states, lines = _states(args.name)
+    while not _all_ready(states) and time.monotonic() < end:
+        time.sleep(FOLLOW_PAUSE_S)
+        states = _states(args.name)[0]
     for state in states:
-        age = time.time() - state["since"]
+        age = _duration(time.time() - state["since"])
         lines += [
-            f"{state['name']}: {state['overall']} for {_duration(age)}, {state['url']}",
+            f"{state['name']}: {state['overall']}, started {age} ago, {state['url']}",
             *report.table(state),
             "",
         ]
     if not states:
         lines.append(f"nothing is up{f' under the name {args.name}' if args.name else ''}")
     _print(args, {"deployments": states}, lines)
-    return 0 if states and all(s["overall"] == "up" for s in states) else 1
+    return 0 if _all_ready(states) else 1
 
 
 def logs(args: argparse.Namespace) -> int:
     """Print the last lines of the logs; with --follow go on until the deployment stops."""
-    if not args.lines.isdigit():
-        raise ConfigError(f"--lines {args.lines}: not a number", field="lines", fix="for example -n 100")
+    lines = int(_number(args.lines, "--lines"))
     run_dir = _find(args.name, with_logs=True)
     assert run_dir is not None
     paths = [p for p in sorted(run_dir.logs.glob("*.log")) if args.process in ("", p.stem)]
@@ -105,7 +103,7 @@ def logs(args: argparse.Namespace) -> int:
         )
     followers = {p.stem: log_files.Follower(p) for p in paths}
     for path in paths:
-        _print_log(args, path.stem, log_files.tail(path, int(args.lines)))
+        _print_log(args, path.stem, log_files.tail(path, lines))
     while args.follow and run_dir.running():
         time.sleep(FOLLOW_PAUSE_S)
         for process, follower in followers.items():
@@ -260,8 +258,24 @@ def _find(name: str, *, with_logs: bool = False, missing_ok: bool = False) -> Ru
     )
 
 
+def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """What is up, and a line for each process of a dead supervisor that had to be ended."""
+    states, ended = [], []
+    for each in [name] if name else names():
+        run_dir = RunDir(each)
+        ended += [f"{each}: its supervisor had died; ended {gone}" for gone in run_dir.clean()]
+        if run_dir.running():
+            states.append(_state_of(run_dir))
+    return states, ended
+
+
+def _all_ready(states: list[dict[str, Any]]) -> bool:
+    ready = all(p["phase"] == "ready" for s in states for p in s["processes"])
+    return bool(states) and ready and all(s["overall"] == "up" for s in states)
+
+
 def _state_of(run_dir: RunDir) -> dict[str, Any]:
-    """The state from the supervisor itself, or, while it is too busy starting to answer, from its file."""
+    """The state, from the supervisor itself."""
     answer = control.ask(run_dir.control, {"op": "status"})
     if not answer.get("ok"):
         raise PeerLost(f"{run_dir.name}: {answer.get('error')}", fix=answer.get("fix"))
@@ -282,6 +296,13 @@ def _print_log(args: argparse.Namespace, process: str, lines: list[str]) -> None
             json.dumps({"process": process, "line": line}) if args.json else f"{process:<12} | {line}",
             flush=True,
         )
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: not a number", field=flag, fix=f"for example {flag} 60") from None
 
 
 def _duration(seconds: float) -> str:

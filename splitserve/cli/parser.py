@@ -104,6 +104,9 @@ def _down(parser: argparse.ArgumentParser) -> None:
 
 def _status(parser: argparse.ArgumentParser) -> None:
     _name(parser)
+    parser.add_argument(
+        "--wait", default="0", metavar="S", help="wait until all of it is ready, at most S seconds"
+    )
     _json(parser)
 
 

@@ -109,7 +109,8 @@ def describe(event: Event) -> str:
         case "gave_up":
             return f"{name}: given up, {text}"
         case "stopping":
-            return f"stopping: {text} (running requests may end; Ctrl-C once more to stop at once)"
+            hint = " (running requests may end; Ctrl-C once more stops at once)" if text == "Ctrl-C" else ""
+            return f"stopping: {text}{hint}"
         case "killing":
             return f"killing {name or 'everything'}: {text}"
         case "stopped":

@@ -1,0 +1,39 @@
+# splitserve. `make demo` shows it, `make test` checks it; both make .venv first if it is not there.
+#
+#   make demo        serve a real model split in two, ask it, prove it, measure it, stop it (two cores, no GPU)
+#   make test        ruff, mypy, import-linter and every test that needs no GPU and no patience
+#   make test-slow   the tests that take minutes
+#   make lint        the checks without the tests
+#   make clean       remove .venv and every cache
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint format clean venv
+
+demo: venv
+	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+test-slow: venv
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Instant and offline once it is complete: the script compares what is wanted with what it installed last.
+venv:
+	@$(PYTHON) scripts/venv.py
+
+clean:
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# The demonstration: five steps, each command printed before it runs. `make demo` calls it; so can you, with splitserve
+# on the PATH. PORT=8001 deploy/demo.sh takes another port for the router.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+port=${PORT:-8000}
+url=http://127.0.0.1:$port
+home=$(mktemp -d /tmp/splitserve-demo.XXXXXX) # run directories of this demonstration only
+export XDG_RUNTIME_DIR=$home
+
+heading() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+show() { printf '\033[36m$ %s\033[0m\n' "$*" && "$@"; }
+
+# Everything that the demonstration started carries its run directory in the environment.
+processes() { grep -lzs "^XDG_RUNTIME_DIR=$home\$" /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx -e $$ -e $BASHPID || true; }
+ours() { for pid in $(processes); do tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep splitserve || true; done; }
+
+finish() {
+	local code=$?
+	trap - EXIT
+	splitserve down demo --kill >/dev/null 2>&1 || true
+	rm -rf "$home"
+	[ $code -eq 0 ] || printf '\n\033[31mthe demonstration ended early (exit code %s)\033[0m\n' $code
+	exit $code
+}
+trap finish EXIT
+
+shared_before=$(ls /dev/shm)
+
+heading "1. One command: a prefill engine, a decode engine and a router, each a process on its own core"
+show splitserve up deploy/demo.toml --detach --set "router.port=$port"
+
+heading "2. The official OpenAI client, streaming through the router"
+show python deploy/ask.py "$url/v1"
+
+heading "3. The proof: split and unified answer alike, the state crossed, and planted faults are caught"
+show splitserve verify --quick --plant all
+
+heading "4. What it does under load (256 tokens in, 32 out; PD pays off on devices that do not share a memory bus)"
+show splitserve bench "$url" --concurrency 1,8,16 --num 3,8,16 --output-len 32
+
+heading "5. A clean stop, even after kill -9 of an engine in the middle of everything"
+victim=$(splitserve status demo --json | python -c 'import json, sys
+print(next(p["pid"] for p in json.load(sys.stdin)["deployments"][0]["processes"] if p["name"] == "decode-0"))')
+show kill -9 "$victim"
+show splitserve status demo --wait 90
+show python deploy/ask.py "$url/v1"
+show splitserve down demo
+
+left=$(ours)
+[ -z "$left" ] || { echo "processes left: $left" && exit 1; }
+! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || { echo "port $port is still open" && exit 1; }
+[ -z "$(find "$home" -type s)" ] || { echo "sockets left: $(find "$home" -type s)" && exit 1; }
+shared=$(comm -13 <(sort <<<"$shared_before") <(ls /dev/shm | sort))
+[ -z "$shared" ] || { echo "shared memory left: $shared" && exit 1; }
+echo "left behind: no process, no port, no socket, no shared memory"
