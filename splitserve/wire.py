@@ -94,6 +94,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     status: int
     message: str
     retry_after_s: float = 0.0
+    field: str = ""  # of the request, where one is at fault
+    fix: str = ""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):

@@ -147,7 +147,10 @@ class Loop:
 
     def _send_failure(self, rid: str, error: SplitserveError) -> None:
         retry = getattr(error, "retry_after_s", 0.0)
-        self._link.send(wire.Failed(rid, error.code, error.status, error.message, retry))
+        failed = wire.Failed(
+            rid, error.code, error.status, error.message, retry, error.field or "", error.fix or ""
+        )
+        self._link.send(failed)
 
     def _report_load(self, now: float, *, force: bool) -> None:
         if now - self._load_sent < LOAD_INTERVAL_S and not force:

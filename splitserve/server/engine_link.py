@@ -225,6 +225,7 @@ def engine_lost(why: str) -> EngineLost:
 
 def _error(failed: wire.Failed) -> SplitserveError:
     error = by_code(failed.code, failed.message)
+    error.field, error.fix = failed.field or None, failed.fix or None
     if isinstance(error, Overloaded):
         error.retry_after_s = failed.retry_after_s or error.retry_after_s
     return error
