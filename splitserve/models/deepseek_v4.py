@@ -49,11 +49,21 @@ class Layer:
 class DeepseekV4:
     """One rank's part of the model. `load` before `forward`."""
 
-    def __init__(self, cfg: DeepseekV4Config, tp: Group, dtype: str = "bf16", device: str = "cpu") -> None:
-        """`dtype` is of activations and of what the file does not quantise. Raises ConfigError when tp does not fit."""
+    def __init__(
+        self,
+        cfg: DeepseekV4Config,
+        tp: Group,
+        dtype: str = "bf16",
+        device: str = "cpu",
+        *,
+        whole_experts: bool = False,
+    ) -> None:
+        """`dtype` is of activations and of what the file does not quantise; `whole_experts` deals the routed experts
+        out to the ranks instead of cutting each. Raises ConfigError when tp does not fit.
+        """
         self.cfg, self.tp, self.device = cfg, tp, device
         self.dtype = DTYPES[dtype]
-        self._share = Share(tp.rank, tp.size)
+        self._share = Share(tp.rank, tp.size, whole_experts)
         self._share.check(cfg)
         self._rope = RopeFrequencies(
             *(
