@@ -1,17 +1,19 @@
 """Tensor parallel groups: one rank alone, or several over torch's process groups (gloo on CPU, NCCL on CUDA).
 
-They meet at a TCP store that rank 0 opens. The process group is built directly and not through torch.distributed's
-global one, so that two groups fit in one process. Groups implement `layers.forward.Group`.
+They meet at a TCP store that rank 0 opens, on the given address only: the store and gloo know no passwords. The process
+group is built directly and not through torch.distributed's global one, so that two groups fit in one process. Groups
+implement `layers.forward.Group`.
 """
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from splitserve.errors import ConfigError, PeerLost
+from splitserve.errors import ConfigError, PeerLost, PortTaken
 
 
 class SoloGroup:
@@ -34,16 +36,27 @@ class TorchGroup:
     """One rank of a group of several. A peer that dies, or is silent past `timeout_s`, raises PeerLost: no hang."""
 
     def __init__(
-        self, rank: int, size: int, *, host: str, port: int, device: str = "cpu", timeout_s: float = 60.0
+        self,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        port: int,
+        device: str = "cpu",
+        timeout_s: float = 60.0,
+        listening: socket.socket | None = None,
     ) -> None:
-        """Blocks until all ranks have come to the store at host:port. Raises PeerLost when they do not in time."""
+        """Blocks until all ranks have met at host:port. Raises PeerLost when they do not in time, PortTaken.
+
+        `listening` is rank 0's own socket at that address, where it has bound it before.
+        """
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of a group of {size}")
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = torch.distributed.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
-            self._group = _process_group(store, rank, size, device=device, timeout=timeout)
+            store = _meet(rank, size, host=host, port=port, timeout=timeout, listening=listening)
+            self._group = (_gloo if device == "cpu" else _nccl)(store, rank, size, host=host, timeout=timeout)
         except RuntimeError as e:  # torch's DistNetworkError, DistStoreError and gloo's own are all of these
             raise PeerLost(
                 f"rank {rank} of {size} did not meet its group at {host}:{port}: {_first_line(e)}"
@@ -78,14 +91,43 @@ def make_group(
     return SoloGroup() if size == 1 else TorchGroup(rank, size, host=host, port=port, device=device)
 
 
-def _process_group(
-    store: torch.distributed.Store, rank: int, size: int, *, device: str, timeout: timedelta
-) -> Any:  # two classes that share methods and, in torch's stubs, no base
-    if device == "cpu":
-        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
+def _meet(
+    rank: int, size: int, *, host: str, port: int, timeout: timedelta, listening: socket.socket | None
+) -> torch.distributed.TCPStore:
+    """The store of the group. torch would listen on every address, so rank 0 hands it a socket that is bound to one."""
+    if rank:
+        return torch.distributed.TCPStore(host, port, size, is_master=False, timeout=timeout)
+    try:
+        listening = listening or socket.create_server((host, port))
+    except OSError as e:
+        raise PortTaken(f"rank 0 cannot listen at {host}:{port}: {e.strerror or e}", field="port") from e
+    return torch.distributed.TCPStore(
+        host, port, size, is_master=True, timeout=timeout, master_listen_fd=listening.detach()
+    )
+
+
+# The two classes share methods and, in torch's stubs, no base: hence Any.
+
+
+def _gloo(store: torch.distributed.Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Any:
+    gloo: Any = torch.distributed.ProcessGroupGloo  # its options are missing from torch's stubs
+    options = gloo._Options()
+    options._timeout = timeout
+    # On one host stay on its loopback; else gloo's choice, the interface of the host's name.
+    options._devices = [
+        gloo.create_device(hostname=host) if _is_loopback(host) else gloo.create_default_device()
+    ]
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: torch.distributed.Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Any:  # noqa: ARG001
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _first_line(error: BaseException) -> str:
