@@ -92,7 +92,6 @@ SENDER: Table[Tx] = {
         "dead": (Tx.DRAINING, ("report_failed", "disconnect")),
     },
     Tx.DRAINING: {
-        "computed": (Tx.DRAINING, ()),
         "written": (Tx.DRAINING, ()),
         "broken": (Tx.DRAINING, ()),
         "offer": (Tx.DRAINING, ("tell_failed",)),
@@ -106,27 +105,19 @@ SENDER: Table[Tx] = {
     Tx.SENT: {
         "offer": (Tx.SENT, _OVER),
         "cancel": (Tx.SENT, ("tell_drained",)),
-        "fail": (Tx.SENT, ()),
-        "dead": (Tx.SENT, ()),
     },
     Tx.REFUSED: {
         "request": (Tx.FAILED, ("report_failed", "release")),
         "offer": (Tx.REFUSED, _OVER),
         "cancel": (Tx.REFUSED, ("tell_drained",)),
-        "fail": (Tx.REFUSED, ()),
-        "dead": (Tx.REFUSED, ()),
     },
     Tx.FAILED: {
-        "computed": (Tx.FAILED, ()),
         "offer": (Tx.FAILED, _OVER),
         "cancel": (Tx.FAILED, ("tell_drained",)),
-        "fail": (Tx.FAILED, ()),
-        "dead": (Tx.FAILED, ()),
     },
 }
-"""`all_written`, `idle` and `idle_broken` are drawn by Outgoing itself when the last write in flight has ended."""
-
-_LATE = ("cancel", "fail", "silent", "refused", "drained", "dead", "overdue")
+"""`all_written`, `idle` and `idle_broken` are concluded by Outgoing itself when the last write in flight has ended. Decode
+may ask about a room long after its end, so final states still answer offers and cancels."""
 
 RECEIVER: Table[Rx] = {
     Rx.OPEN: {
@@ -152,10 +143,8 @@ RECEIVER: Table[Rx] = {
         "cancel": (Rx.FAILED, ("release",)),
         "silent": (Rx.CHECKING, ()),
         "refused": (Rx.CHECKING, ()),
-        "drained": (Rx.CHECKING, ()),
         "dead": (Rx.CHECKING, ()),
     },
-    Rx.DONE: dict.fromkeys(_LATE, (Rx.DONE, ())),
     Rx.QUARANTINE: {
         "all_noted": (Rx.FAILED, ("release",)),
         "drained": (Rx.FAILED, ("release",)),
@@ -178,9 +167,10 @@ RECEIVER: Table[Rx] = {
         "cancel": (Rx.FENCING, ()),
         "refused": (Rx.FENCING, ()),
     },
-    Rx.FAILED: dict.fromkeys(_LATE, (Rx.FAILED, ())),
+    Rx.DONE: {},
+    Rx.FAILED: {},
 }
-"""`all_noted` and `equal` are drawn by Incoming itself from its Ledger."""
+"""`all_noted` and `equal` are concluded by Incoming itself from its Ledger. After the end nothing is answered."""
 
 TX_FINAL = frozenset({Tx.SENT, Tx.REFUSED, Tx.FAILED})
 RX_FINAL = frozenset({Rx.DONE, Rx.FAILED})

@@ -80,11 +80,10 @@ class Incoming(Side[Rx]):
 
     def refused(self, generation: int, error: SplitserveError, *, now: float) -> list[Action]:
         """Prefill gives up. Its writes may still land until it says drained."""
-        if generation != self.generation or self.state is Rx.OPEN:
+        if generation != self.generation or self.state in RX_FINAL:
             self.num_late += 1
             return []
-        self._because(error)
-        return self._on("refused", now)
+        return self._happen("refused", error, now)
 
     def drained(self, generation: int, *, now: float) -> list[Action]:
         """No write of this generation is or will be in flight."""
@@ -94,29 +93,25 @@ class Incoming(Side[Rx]):
         self.undrained.remove(generation)
         gone = TransferError("prefill ended the handoff without a reason")
         if not self.undrained:
-            self._because(gone)
-            return self._on("drained", now)
+            return self._happen("drained", gone, now)
         return self.refused(generation, gone, now=now) if generation == self.generation else self._draw(now)
 
     def dead(self, error: SplitserveError, *, now: float) -> list[Action]:
         """Prefill's process is gone and nothing it sent can still land."""
         self.undrained.clear()
-        self._because(error)
-        return self._on("dead", now)
+        return self._happen("dead", error, now)
 
     def cancel(self, error: SplitserveError, *, now: float) -> list[Action]:
         """The engine no longer wants the room."""
-        self._because(error)
-        return self._on("cancel", now)
+        return self._happen("cancel", error, now)
 
     def fail(self, error: SplitserveError, *, now: float) -> list[Action]:
-        self._because(error)
-        return self._on("fail", now)
+        """Give up for a reason of our own."""
+        return self._happen("fail", error, now)
 
     def silent(self, error: SplitserveError, *, now: float) -> list[Action]:
         """Prefill has said nothing for a whole silence; called again after each further one."""
-        self._because(error)
-        return self._on("silent", now)
+        return self._happen("silent", error, now)
 
     def tick(self, now: float) -> list[Action]:
         """What passing time has decided: deadline, lost note, quarantine without end, a Cancel to repeat."""
@@ -154,6 +149,14 @@ class Incoming(Side[Rx]):
         if self.ledger.expected is None:
             return "the deadline passed and prefill never had the other half of this room"
         return f"the deadline passed after {self.ledger.num_notes} notes, {self.ledger.num_bytes} bytes"
+
+    def _happen(self, event: str, error: SplitserveError, now: float) -> list[Action]:
+        """An event that ends the handoff unless it has ended."""
+        if self.state in RX_FINAL:
+            self.num_late += 1
+            return []
+        self._because(error)
+        return self._on(event, now)
 
     def _on(self, event: str, now: float) -> list[Action]:
         before = self.state

@@ -44,7 +44,7 @@ class Outgoing(Side[Tx]):
         if generation <= self.generation:
             self.num_late += 1
             return []
-        if self.generation and self.state not in TX_FINAL:
+        if self.generation:
             self.superseded.add(self.generation)
         self.generation = generation
         actions = self._on("offer")
@@ -83,22 +83,21 @@ class Outgoing(Side[Tx]):
             self.num_late += 1
             return []
         self.generation = generation
-        if self.state not in TX_FINAL:
-            self._because(error)
+        self._because(error)
         return self._on("cancel")
 
     def fail(self, error: SplitserveError) -> list[Action]:
         """Give up for a reason of our own."""
-        if self.state not in TX_FINAL:
-            self._because(error)
-        return self._on("fail") if self.state is not Tx.NEW else []
+        if self.state in TX_FINAL:
+            return []
+        self._because(error)
+        return self._on("fail")
 
     def dead(self, error: SplitserveError) -> list[Action]:
         """Decode's process is gone. Writes in flight still have to end: they read our rows."""
-        if self.state in (Tx.NEW, Tx.HOLDING):
+        if self.state in (Tx.NEW, Tx.HOLDING) or self.state in TX_FINAL:
             return []
-        if self.state not in TX_FINAL:
-            self._because(error)
+        self._because(error)
         return self._on("dead")
 
     def silent(self) -> list[Action]:
