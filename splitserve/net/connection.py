@@ -19,7 +19,6 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from typing import TYPE_CHECKING, cast
 
 import httptools
@@ -45,11 +44,11 @@ MAX_LINGER_BYTES = 64 << 20  # read and dropped after an error, so that the clie
 LINGER_S = 2.0
 
 
-class Phase(IntEnum):
-    IDLE = 0  # between requests
-    HEAD = 1
-    BODY = 2
-    LINGER = 3  # answered with an error; reading only to drop
+# Phases of reading. Plain numbers: they are compared several times for each segment.
+IDLE = 0  # between requests
+HEAD = 1
+BODY = 2
+LINGER = 3  # answered with an error; reading only to drop
 
 
 class Connection(asyncio.Protocol):
@@ -58,8 +57,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
-        self._phase = Phase.IDLE
+        self._phase = IDLE
         self._deadline = 0.0
+        self._version = "1.1"
         self._target = b""
         self._headers: RawHeaders = []
         self._body: bytes | bytearray = b""
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
     # -------------------------------------------------------------- bytes in
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.LINGER:
+        if self._phase == LINGER:
             self._body_raw += len(data)
             if self._body_raw > MAX_LINGER_BYTES:
                 self.abort()
@@ -144,10 +144,10 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def _feed(self, data: bytes) -> None:
-        if self._phase is Phase.IDLE:
-            self._phase = Phase.HEAD
+        if self._phase == IDLE:
+            self._phase = HEAD
             self._deadline = self._server.loop.time() + self._server.limits.head_timeout_s
-        if self._phase is Phase.BODY:
+        if self._phase == BODY:
             self._body_raw += len(data)
         try:
             self._parser.feed_data(data)
@@ -157,11 +157,11 @@ class Connection(asyncio.Protocol):
             self._not_http(e)
         if self._rejection is not None:
             return
-        if self._phase is Phase.HEAD:
+        if self._phase == HEAD:
             self._head_bytes += len(data)
             if self._head_bytes > self._server.limits.max_head_bytes:
                 self._reject_head()
-        elif self._phase is Phase.BODY and self._body_raw > 16384 + 9 * len(self._body):
+        elif self._phase == BODY and self._body_raw > 16384 + 9 * len(self._body):
             self._reject(
                 RequestError(f"{self._body_raw} bytes of chunk framing around {len(self._body)} of body")
             )
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
         if self._target == b"*" and "PRI" in str(error):  # an HTTP/2 client, or a router probing for gRPC
             if self.transport is not None:
                 self.transport.close()
-            self._phase = Phase.LINGER
+            self._phase = LINGER
         else:
             self._reject(RequestError(f"not an HTTP/1.1 request: {error}"))
 
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
     # -------------------------------------------------------------- parser events
 
     def on_message_begin(self) -> None:
-        self._phase = Phase.HEAD
+        self._phase = HEAD
         self._target = b""
         self._headers = []
         self._body = b""
@@ -209,11 +209,12 @@ class Connection(asyncio.Protocol):
         self._target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.HEAD:  # otherwise a trailer, which must not add to the headers
+        if self._phase == HEAD:  # otherwise a trailer, which must not add to the headers
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         limits = self._server.limits
+        self._version = self._parser.get_http_version()
         size, length, expects = len(self._target) + 16, 0, False
         for name, value in self._headers:
             size += len(name) + len(value) + 4
@@ -226,10 +227,8 @@ class Connection(asyncio.Protocol):
             self._reject_head()
         elif length > limits.max_body_bytes:
             self._reject_body(length)
-        elif self._parser.get_http_version() not in ("1.1", "1.0"):
-            self._reject(
-                RequestError(f"HTTP/{self._parser.get_http_version()} is not spoken here, HTTP/1.1 is")
-            )
+        elif self._version not in ("1.1", "1.0"):
+            self._reject(RequestError(f"HTTP/{self._version} is not spoken here, HTTP/1.1 is"))
         elif (
             expects
             and self._active is None
@@ -237,7 +236,7 @@ class Connection(asyncio.Protocol):
             and not self._parser.should_upgrade()
         ):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._phase = Phase.BODY
+        self._phase = BODY
         self._deadline = self._server.loop.time() + limits.body_timeout_s
 
     def on_body(self, piece: bytes) -> None:
@@ -260,12 +259,12 @@ class Connection(asyncio.Protocol):
             return
         method = self._parser.get_method()
         keep = self._parser.should_keep_alive() and not self._server.draining
-        chunks = self._parser.get_http_version() == "1.1"
+        chunks = self._version == "1.1"
         responder = Responder(self, head_only=method == b"HEAD", keep_alive=keep, chunks=chunks)
         request = Request(method.decode(), self._target, self._headers, bytes(self._body))
         self._waiting.append((request, responder))
         self._body = b""
-        self._phase = Phase.IDLE
+        self._phase = IDLE
 
     # -------------------------------------------------------------- one request at a time
 
@@ -274,7 +273,7 @@ class Connection(asyncio.Protocol):
         if self._pumping:
             return
         self._pumping = True
-        while self._active is None and self.transport is not None and self._phase is not Phase.LINGER:
+        while self._active is None and self.transport is not None and self._phase != LINGER:
             if self._waiting:
                 request, self._active = self._waiting.popleft()
                 self._server.start(request, self._active)
@@ -297,12 +296,12 @@ class Connection(asyncio.Protocol):
         if self.transport is None:
             return
         if not keep_alive or self._server.draining:
-            if self._held or self._phase in (Phase.HEAD, Phase.BODY):
+            if self._held or self._phase in (HEAD, BODY):
                 self._linger()
             else:
                 self.transport.close()
             return
-        if self._phase is Phase.IDLE:
+        if self._phase == IDLE:
             self._deadline = self._server.loop.time() + self._server.limits.idle_timeout_s
         self._pump()
 
@@ -326,7 +325,7 @@ class Connection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close without a reset: stop sending, go on reading for a moment, so that the answer is not destroyed."""
-        self._phase = Phase.LINGER
+        self._phase = LINGER
         self._held.clear()
         self._waiting.clear()
         self._body = b""
@@ -348,7 +347,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        return self._active is None and self._phase is Phase.IDLE and not self._waiting
+        return self._active is None and self._phase == IDLE and not self._waiting
 
     @property
     def deadline(self) -> float:
@@ -362,13 +361,13 @@ class Connection(asyncio.Protocol):
             self.abort()
         elif self._active is not None or now < self._deadline:
             return
-        elif self._phase is Phase.IDLE:
+        elif self._phase == IDLE:
             self.transport.close()
-        elif self._phase is Phase.LINGER:
+        elif self._phase == LINGER:
             self.abort()
         else:
             limits = self._server.limits
-            late = "head" if self._phase is Phase.HEAD else "body"
-            limit = limits.head_timeout_s if self._phase is Phase.HEAD else limits.body_timeout_s
+            late = "head" if self._phase == HEAD else "body"
+            limit = limits.head_timeout_s if self._phase == HEAD else limits.body_timeout_s
             self._reject(RequestTimeout(f"the request's {late} did not arrive within {limit:g} s"))
             self._pump()

@@ -127,18 +127,17 @@ class Member:
         return starved or load.queued_tokens > max_queued_tokens
 
 
-@dataclass(frozen=True)
 class Route:
     """Where one request goes. `prefill` is None for a unified engine. `why` is for people."""
 
-    prefill: Member | None
-    answer: Member  # the decode or unified engine, whose bytes go to the client
-    why: str = ""
-    warning: str = ""
+    __slots__ = ("answer", "members", "prefill", "warning", "why")
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return (self.answer,) if self.prefill is None else (self.prefill, self.answer)
+    def __init__(self, prefill: Member | None, answer: Member, why: str = "", warning: str = "") -> None:
+        self.prefill = prefill
+        self.answer = answer  # the decode or unified engine, whose bytes go to the client
+        self.why = why
+        self.warning = warning
+        self.members = (answer,) if prefill is None else (prefill, answer)
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,8 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._proven: set[tuple[str, str]] = set()  # (prefill id or "", answering id)
         self._num_made: dict[Role, int] = dict.fromkeys(Role, 0)
+        self.version = 0  # changes with all that decides who can serve, but not with requests in flight
+        self.tripped: set[str] = set()  # members whose circuit is not closed
         self._max_bad = max_bad
         self._max_failures = max_failures
         self._open_s = open_s
@@ -178,6 +179,7 @@ class Fleet:
             bootstrap_port=endpoint.bootstrap_port,
         )
         self._members[member.id] = member
+        self.version += 1
         return member
 
     def get(self, member_id: str) -> Member:
@@ -190,16 +192,19 @@ class Fleet:
         """No new requests for this member; running ones end as they will."""
         member = self.get(member_id)
         member.draining = True
+        self.version += 1
         return member
 
     def undrain(self, member_id: str) -> Member:
         member = self.get(member_id)
         member.draining = False
+        self.version += 1
         return member
 
     def remove(self, member_id: str) -> Member:
         member = self.get(member_id)
         del self._members[member_id]
+        self.tripped.discard(member_id)
         self._unprove(member)
         return member
 
@@ -217,6 +222,7 @@ class Fleet:
     def healthy(self, member: Member, load: LoadSnapshot, *, bootstrap_port: int | None = None) -> bool:
         """A health check succeeded. True when the member was not healthy before."""
         was = member.healthy
+        self.version += 1
         member.healthy, member.num_bad, member.problem = True, 0, ""
         member.load = load
         member.num_others = max(0, load.num_running + load.num_waiting - member.num_inflight)
@@ -235,12 +241,14 @@ class Fleet:
         return True
 
     def _unprove(self, member: Member) -> None:
+        self.version += 1
         self._proven = {pair for pair in self._proven if member.id not in pair}
 
     def prove(self, prefill: Member | None, answer: Member) -> None:
         """A token has come through this pair."""
         if answer.healthy and (prefill is None or prefill.healthy):
             self._proven.add((prefill.id if prefill else "", answer.id))
+            self.version += 1
 
     def is_proven(self, prefill: Member | None, answer: Member) -> bool:
         return (prefill.id if prefill else "", answer.id) in self._proven
@@ -272,22 +280,28 @@ class Fleet:
         for member in route.members:
             member.num_inflight += 1
             member.inflight_cost += cost
-            member.circuit.begin(now)
+            if member.id in self.tripped:
+                member.circuit.begin(now)
 
     def end(self, route: Route, cost: int) -> None:
         """It no longer is. What it told of the members is told by `succeeded` and `failed`."""
         for member in route.members:
             member.num_inflight -= 1
             member.inflight_cost -= cost
-            member.circuit.unknown()
+            if member.id in self.tripped:
+                member.circuit.unknown()
 
     def succeeded(self, member: Member) -> None:
         """Its part of a request came to a good end."""
-        member.circuit.succeeded()
+        if member.circuit.failures:
+            member.circuit.succeeded()
+            self.tripped.discard(member.id)
 
     def failed(self, member: Member, now: float) -> None:
         """Its part of a request failed, by its own fault."""
         member.circuit.failed(now)
+        if member.circuit.opened_at is not None and member in self:
+            self.tripped.add(member.id)
 
     def check(self) -> None:
         """InvariantError when counts and names no longer agree."""
@@ -298,6 +312,9 @@ class Fleet:
                 )
             if member.num_inflight == 0 and member.inflight_cost:
                 raise InvariantError(f"{member.id}: nothing in flight, yet cost {member.inflight_cost}")
+        tripped = {m.id for m in self if m.circuit.opened_at is not None}
+        if tripped != self.tripped:
+            raise InvariantError(f"circuits open of {sorted(tripped)}, noted {sorted(self.tripped)}")
         for prefill, answer in self._proven:
             for member_id in filter(None, (prefill, answer)):
                 if member_id not in self._members or not self._members[member_id].healthy:

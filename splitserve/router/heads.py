@@ -39,15 +39,11 @@ def forwarded_lines(headers: RawHeaders) -> bytes:
     return b"".join([b"%s: %s\r\n" % (n, v) for n, v in headers if n.lower() in FORWARDED])
 
 
-def request_head(method: str, target: bytes, authority: bytes, lines: bytes, length: int) -> bytes:
-    """Head of a request to an engine, with its blank line."""
-    return b"%s %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n" % (
-        method.encode(),
-        target,
-        authority,
-        length,
-        lines,
-    )
+def request_parts(method: str, target: bytes, lines: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """A request to an engine, in two parts: the value of its Host header belongs between them."""
+    before = b"%s %s HTTP/1.1\r\nhost: " % (method.encode(), target)
+    after = b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s" % (len(body), lines, body)
+    return before, after
 
 
 def response_head(status: int, headers: RawHeaders, framing: bytes, extra: bytes = b"") -> bytes:
@@ -58,6 +54,8 @@ def response_head(status: int, headers: RawHeaders, framing: bytes, extra: bytes
 
 def route_lines(route: Route, *, tell_route: bool) -> bytes:
     """x-splitserve-route where it is asked for, x-splitserve-warning where there is one."""
+    if not (tell_route or route.warning):
+        return b""
     lines = b""
     if tell_route:
         prefill = route.prefill.id if route.prefill else "none"

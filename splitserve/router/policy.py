@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from splitserve.errors import ConfigError
 from splitserve.types import Role
@@ -26,12 +27,18 @@ BLOCK = 256  # bytes of prompt text: about 64 tokens, a page
 MAX_BLOCKS = 256  # of a chain; two prompts alike for 64 KiB are alike
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(msgspec.Struct, frozen=True):
     """What routing may know of a request."""
 
     num_blocks: int = 1  # its prompt, in blocks
     chain: tuple[int, ...] = ()  # hash chain of the whole blocks; empty when no policy wants it
+
+
+class View(msgspec.Struct, frozen=True):
+    """Who can serve, for one version of a fleet."""
+
+    answers: list[Member]  # healthy, not draining, not full, proven with somebody of whom the same holds
+    partners: dict[str, list[Member]]  # answering id -> prefills proven with it; [] for unified engines
 
 
 def chain(prompt: bytes) -> tuple[int, ...]:
@@ -73,11 +80,14 @@ class SeenPrefixes:
                 break
         return found
 
-    def saw(self, hashes: Sequence[int], member: Member) -> None:
-        """`member` now has these beginnings."""
-        bit = self._bits.setdefault(member.id, 1 << len(self._bits))
+    def saw(self, hashes: Sequence[int], members: Sequence[Member]) -> None:
+        """`members` now have these beginnings."""
+        bits = 0
+        for member in members:
+            bits |= self._bits.setdefault(member.id, 1 << len(self._bits))
+        masks = self._masks
         for link in hashes:
-            self._masks[link] = self._masks.pop(link, 0) | bit
+            masks[link] = masks.pop(link, 0) | bits
         if len(self._masks) > self._max_entries:
             for link in list(self._masks)[: self._max_entries // 8]:
                 del self._masks[link]
@@ -109,6 +119,9 @@ class Chooser:
         self._max_queued_tokens = max_queued_tokens
         self._rng = rng or random.Random()
         self._turns = dict.fromkeys(Role, 0)
+        self._view = View([], {})
+        self._viewed: Fleet | None = None
+        self._version = -1
         self.seen = SeenPrefixes()
         self.wants_chain = policy == "cache_aware"
 
@@ -118,28 +131,39 @@ class Chooser:
         self, features: Features, fleet: Fleet, now: float, *, avoid: Collection[str] = ()
     ) -> Route | Reject:
         """A route along members that can serve now; those in `avoid` have just failed and come last."""
-        serving = [m for m in fleet if m.healthy and not m.draining]
-        roomy = [m for m in serving if not m.full(self._max_queued_tokens)]
-        prefills = [m for m in roomy if m.role is Role.PREFILL]
-        answers = [m for m in roomy if m.role is Role.UNIFIED and fleet.is_proven(None, m)]
-        answers += [
-            m for m in roomy if m.role is Role.DECODE and any(fleet.is_proven(p, m) for p in prefills)
-        ]
-        if not answers:
-            return self._reject(fleet, serving, roomy)
-        answers, warning = self._prefer(answers, now, avoid)
-        answer, why = self._pick(answers, features)
-        if answer.role is Role.UNIFIED:
+        if self._viewed is not fleet or self._version != fleet.version:
+            self._view = self._look(fleet)
+            self._viewed, self._version = fleet, fleet.version
+        view = self._view
+        if not view.answers:
+            return self._reject(fleet)
+        careful = bool(avoid) or bool(fleet.tripped)
+        answers, warning = self._prefer(view.answers, now, avoid) if careful else (view.answers, "")
+        answer, why = self._pick(answers, features) if len(answers) > 1 else (answers[0], "only one")
+        prefills = view.partners[answer.id]
+        if not prefills:
             return Route(None, answer, why, warning)
-        partners, other = self._prefer([p for p in prefills if fleet.is_proven(p, answer)], now, avoid)
-        prefill, why_prefill = self._pick(partners, features)
-        return Route(prefill, answer, f"{why_prefill}; {why}", "; ".join(filter(None, (other, warning))))
+        partners, other = self._prefer(prefills, now, avoid) if careful else (prefills, "")
+        prefill, why_prefill = (
+            self._pick(partners, features) if len(partners) > 1 else (partners[0], "only one")
+        )
+        return Route(prefill, answer, f"{why_prefill}; {why}", f"{other} {warning}".strip())
+
+    def _look(self, fleet: Fleet) -> View:
+        roomy = [m for m in fleet if m.healthy and not m.draining and not m.full(self._max_queued_tokens)]
+        prefills = [m for m in roomy if m.role is Role.PREFILL]
+        partners: dict[str, list[Member]] = {}
+        for m in roomy:
+            if m.role is Role.UNIFIED and fleet.is_proven(None, m):
+                partners[m.id] = []
+            elif m.role is Role.DECODE and (found := [p for p in prefills if fleet.is_proven(p, m)]):
+                partners[m.id] = found
+        return View([m for m in roomy if m.id in partners], partners)
 
     def chosen(self, route: Route, features: Features) -> None:
         """The route was taken: its members will have this prompt's beginning in their caches."""
         if features.chain:
-            for member in route.members:
-                self.seen.saw(features.chain, member)
+            self.seen.saw(features.chain, route.members)
 
     @staticmethod
     def _prefer(members: list[Member], now: float, avoid: Collection[str]) -> tuple[list[Member], str]:
@@ -151,10 +175,11 @@ class Chooser:
             warning = f"every circuit of {members[0].role.value} is open: {', '.join(m.id for m in members)}"
         return [m for m in closed if m.id not in avoid] or closed, warning
 
-    def _reject(self, fleet: Fleet, serving: Sequence[Member], roomy: Sequence[Member]) -> Reject:
+    def _reject(self, fleet: Fleet) -> Reject:
         """Say what is missing, most useful first."""
-        if len(roomy) < len(serving):
-            full = [m for m in serving if m not in roomy]
+        serving = [m for m in fleet if m.healthy and not m.draining]
+        full = [m for m in serving if m.full(self._max_queued_tokens)]
+        if full:
             queued = max(m.load.queued_tokens for m in full)
             names = ", ".join(
                 f"{m.id} ({m.load.num_waiting} waiting, {m.load.free_pages} pages free)" for m in full

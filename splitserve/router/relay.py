@@ -32,7 +32,7 @@ from splitserve.net.upstream import Lost
 from . import failure
 from .failure import Failure
 from .fleet import Member, Reject, Route
-from .heads import forwarded_lines, request_head, response_head, route_lines
+from .heads import forwarded_lines, request_parts, response_head, route_lines
 from .leg import MAX_KEPT, Leg
 from .policy import Features
 from .rewrite import Prepared, merge_input_logprobs
@@ -47,6 +47,31 @@ BACKOFF_S = 0.05  # before a try on the same engines, times the number of tries 
 
 class Relay:
     """Made by Proxy for each request that engines answer."""
+
+    __slots__ = (
+        "_answer",
+        "_avoid",
+        "_committed",
+        "_features",
+        "_first_failure_at",
+        "_framed",
+        "_kept",
+        "_last_failure",
+        "_lines",
+        "_num_kept",
+        "_num_tries",
+        "_prefill",
+        "_prepared",
+        "_proxy",
+        "_request",
+        "_responder",
+        "_route",
+        "_sent_at",
+        "_timer",
+        "deadline",
+        "heard_at",
+        "started_at",
+    )
 
     def __init__(
         self, proxy: Proxy, request: Request, responder: Responder, prepared: Prepared, features: Features
@@ -115,10 +140,9 @@ class Relay:
             body = prepared.with_room(host, port, self._proxy.draw_room())
             self._prefill = Leg(route.prefill, self, answers=False, keeps=prepared.wants_input_logprobs)
             legs = [self._prefill, answer]
+        before, after = request_parts(self._request.method, self._request.target, self._lines, body)
         for leg in legs:
-            authority = self._proxy.authority(leg.member)
-            head = request_head(self._request.method, self._request.target, authority, self._lines, len(body))
-            self._proxy.send(leg, head + body)
+            self._proxy.send(leg, before + self._proxy.authority(leg.member) + after)
             if self._answer is not answer:  # lost already
                 return
 

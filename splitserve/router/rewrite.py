@@ -12,7 +12,6 @@ drawn room leaves space above it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -40,6 +39,16 @@ class Asked(msgspec.Struct):
     bootstrap_room: Any = msgspec.UNSET
 
     @property
+    def names_ours(self) -> bool:
+        unset = msgspec.UNSET
+        return not (
+            self.seed is not None
+            and self.bootstrap_room is unset
+            and self.bootstrap_host is unset
+            and self.bootstrap_port is unset
+        )
+
+    @property
     def prompt_text(self) -> bytes:
         """The prompt as JSON text, whatever its form."""
         return bytes(self.messages) or bytes(self.prompt) or bytes(self.text) or bytes(self.input_ids)
@@ -50,8 +59,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A checked body, open at its end: add a rendezvous or nothing, then `}`."""
 
     open_body: bytes  # without the closing brace; ends in "," or "{"
@@ -79,12 +87,9 @@ def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prep
         if not body.isascii():
             body.decode()  # values are passed on unread: what is not UTF-8 must be found here
         asked = _decode(body)
-        given = [name for name in OURS if getattr(asked, name) is not msgspec.UNSET]
-        if asked.seed is None:
-            given.append("seed")
-        if given:  # rare: fields that are ours to set must not stand there twice
+        if asked.names_ours:  # rare: fields that are ours to set must not stand there twice
             fields = _decode_fields(body)
-            for name in given:
+            for name in (*OURS, "seed") if asked.seed is None else OURS:
                 fields.pop(name, None)
             body = _encode(fields)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:

@@ -85,7 +85,7 @@ def test_only_members_that_can_serve_and_never_a_reject_without_need(
             fleet.failed(member, 0.0)
         if not want["healthy"]:
             fleet.unhealthy(member, "test", certain=True)
-        member.draining = bool(want["draining"])
+        fleet.drain(member.id) if want["draining"] else None
         member.num_inflight = int(want["inflight"])  # type: ignore[call-overload]
     avoided = {m.id for m in made if order[m.id] in avoid}
     found = chooser(policy).choose(Features(len(text), chain(text)), fleet, now, avoid=avoided)
@@ -263,10 +263,10 @@ def test_seen_prefixes_forget_the_oldest_first() -> None:
     member = fleet.get("prefill-0")
     seen = SeenPrefixes(max_entries=80)
     kept = chain(b"a" * BLOCK * 4)
-    seen.saw(kept, member)
+    seen.saw(kept, [member])
     for i in range(40):
-        seen.saw(chain(bytes([i]) * BLOCK * 4), member)
-        seen.saw(kept, member)  # used all the time
+        seen.saw(chain(bytes([i]) * BLOCK * 4), [member])
+        seen.saw(kept, [member])  # used all the time
         assert len(seen) <= 84
     assert seen.depths(kept, [member]) == [4]
     assert seen.depths(chain(bytes([0]) * BLOCK * 4), [member]) == [0]
