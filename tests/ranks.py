@@ -1,4 +1,4 @@
-"""A tensor parallel group inside one test process: a thread for each rank, over real gloo."""
+"""A tensor parallel group inside one test process: a thread for each rank, over real gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def on_ranks(size: int, work: Callable[[TorchGroup], Any], timeout_s: float = 30.0) -> list[Any]:
+def on_ranks(
+    size: int, work: Callable[[TorchGroup], Any], *, timeout_s: float = 30.0, device: str = "cpu"
+) -> list[Any]:
     """Results of `work` on each rank of a fresh group."""
     port = free_port()
 
     def rank(r: int) -> Any:
-        group = TorchGroup(r, size, host="127.0.0.1", port=port, timeout_s=timeout_s)
+        group = TorchGroup(r, size, host="127.0.0.1", port=port, timeout_s=timeout_s, device=device)
         try:
             return work(group)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,7 @@ def make_pool(
     size: int = 1,
     num_pages: int = 64,
     page_tokens: int = 16,
+    device: str = "cpu",
 ) -> Pool:
     """The states of one rank, all poisoned: a row that is read and was never written gives NaN."""
     specs = states(cfg, dtype=dtype)
@@ -210,8 +211,8 @@ def make_pool(
         layout=lay_out(specs, page_tokens=page_tokens, rank=rank, size=size),
         num_pages=num_pages,
         num_slots=0,
-        device="cpu",
-        allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+        device=device,
+        allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device),
     )
     pool.poison(range(num_pages))
     return pool
@@ -233,7 +234,7 @@ def make_forward(
     tp: Group,
     page_tokens: int,
     all_rows: bool = True,
-    **kwargs: Any,
+    device: str = "cpu",
 ) -> Forward:
     """A step that computes the next n tokens of each (sequence, n); advances the sequences. One-token chunks first."""
     chunks = sorted(chunks, key=lambda c: c[1] != 1)
@@ -248,7 +249,7 @@ def make_forward(
         last.append(len(tokens) - 1)
     q_lens = tuple(n for _, n in chunks)
     width = max(len(s.pages) for s, _ in chunks)
-    return Forward(
+    fwd = Forward(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
         logit_rows=torch.arange(len(tokens)) if all_rows else torch.tensor(last),
@@ -263,5 +264,6 @@ def make_forward(
         page_tokens=page_tokens,
         states=states,
         tp=tp,
-        **kwargs,
     )
+    tensors = {f.name: getattr(fwd, f.name) for f in fields(fwd)}
+    return replace(fwd, **{n: t.to(device) for n, t in tensors.items() if isinstance(t, torch.Tensor)})
