@@ -9,35 +9,46 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .metrics import Spread, Summary
+from .metrics import Summary
 
 
-def table(summaries: Sequence[Summary], title: str) -> Table:
-    """One row a shape; times in milliseconds as mean / p50 / p90 / p99."""
-    found = Table(title=title, caption="ms: mean / p50 / p90 / p99")
-    for name in ("load", "requests", "req/s", "in tok/s", "out tok/s", "TTFT", "TPOT", "ITL", "E2E"):
+def throughput_table(summaries: Sequence[Summary], title: str) -> Table:
+    """One row a shape; narrow enough for 80 columns."""
+    found = Table(title=title, title_justify="left")
+    for name in ("load", "requests", "req/s", "in tok/s", "out tok/s", "running"):
         found.add_column(name, justify="right", no_wrap=True)
     with_goodput = any(s.goodput is not None for s in summaries)
     if with_goodput:
-        found.add_column("goodput req/s", justify="right")
+        found.add_column("good req/s", justify="right", no_wrap=True)
     for s in summaries:
-        load = f"c={s.concurrency}" if s.concurrency else f"{s.rate:g}/s" if s.rate else "trace"
         num = f"{s.num}" if not s.num_failed else f"{s.num} ([red]{s.num_failed} failed[/])"
-        row = [load, num, f"{s.request_rate:.2f}", f"{s.input_rate:.0f}", f"{s.output_rate:.1f}"]
-        row += [_cell(x) for x in (s.ttft_s, s.tpot_s, s.itl_s, s.e2e_s)]
-        found.add_row(*row, *([_number(s.goodput)] if with_goodput else []))
+        rates = (s.request_rate, s.input_rate, s.output_rate, s.mean_running)
+        found.add_row(
+            _load(s), num, *(_number(r) for r in rates), *([_number(s.goodput)] if with_goodput else [])
+        )
+    return found
+
+
+def latency_table(summaries: Sequence[Summary]) -> Table:
+    """Milliseconds; four rows a shape."""
+    found = Table(title="ms", title_justify="left")
+    for name in ("load", "", "mean", "p50", "p90", "p99", "max"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for s in summaries:
+        for name, x in (("TTFT", s.ttft_s), ("TPOT", s.tpot_s), ("ITL", s.itl_s), ("E2E", s.e2e_s)):
+            cells = [_number(v * 1000) for v in (x.mean, x.median, x.p90, x.p99, x.max)]
+            found.add_row(_load(s) if name == "TTFT" else "", name, *cells, end_section=name == "E2E")
     return found
 
 
 def print_report(console: Console, summaries: Sequence[Summary], title: str) -> None:
-    """The table, then every failure and every count that did not agree."""
-    console.print(table(summaries, title))
+    """The tables, then every failure and every count that did not agree."""
+    console.print(throughput_table(summaries, title), latency_table(summaries))
     for s in summaries:
-        where = f"c={s.concurrency}" if s.concurrency else "open loop"
         for text, count in s.errors:
-            console.print(f"[red]failed[/] {where}: {count} x {text}", highlight=False)
+            console.print(f"[red]failed[/] {_load(s)}: {count} x {text}", highlight=False)
         for text, count in s.mismatches:
-            console.print(f"[yellow]counts differ[/] {where}: {count} x {text}", highlight=False)
+            console.print(f"[yellow]counts differ[/] {_load(s)}: {count} x {text}", highlight=False)
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
@@ -81,8 +92,8 @@ def to_json(summary: Summary) -> dict[str, Any]:
     return {**ours, "bench_serving": theirs}
 
 
-def _cell(spread: Spread) -> str:
-    return " / ".join(_number(v * 1000) for v in (spread.mean, spread.median, spread.p90, spread.p99))
+def _load(s: Summary) -> str:
+    return f"c={s.concurrency}" if s.concurrency else f"{s.rate:g}/s" if s.rate else "trace"
 
 
 def _number(value: float | None) -> str:
