@@ -63,8 +63,8 @@ class FakeWorker:
     load: dict[str, int] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
-    probes: int = 0  # of the router itself, answered well whatever `behaves` says
-    fail_probes: bool = False
+    probes: int = 0  # of the router itself: they are answered by `probe_behaves`
+    probe_behaves: Behaviour = field(default_factory=lambda: whole(200, {"text": "!"}))
     num_left: int = 0
     num_connections: int = 0
     port: int = 0
@@ -131,18 +131,14 @@ class FakeWorker:
             await whole(200, self.info)(seen, line)
         elif b'"Hello"' in seen.raw and b'"max_new_tokens":1,' in seen.raw:
             self.probes += 1
-            await (
-                whole(503, {"error": {"message": "no", "code": "x"}})
-                if self.fail_probes
-                else whole(200, {"text": "!"})
-            )(seen, line)
+            await self._run(self.probe_behaves, seen, line, reader)
         else:
             self.seen.append(seen)
-            await self._run(seen, line, reader)
+            await self._run(self.behaves, seen, line, reader)
 
-    async def _run(self, seen: Seen, line: Line, reader: asyncio.StreamReader) -> None:
+    async def _run(self, behaves: Behaviour, seen: Seen, line: Line, reader: asyncio.StreamReader) -> None:
         """The behaviour beside a watch for the client's leaving."""
-        acting = asyncio.ensure_future(self.behaves(seen, line))
+        acting = asyncio.ensure_future(behaves(seen, line))
         watching = asyncio.ensure_future(reader.read(1))
         await asyncio.wait({acting, watching}, return_when=asyncio.FIRST_COMPLETED)
         if acting.done():

@@ -27,6 +27,10 @@ IDEMPOTENT = frozenset(("GET", "HEAD", "PUT", "DELETE", "OPTIONS"))
 MAX_QUEUED = 1 << 20  # bytes of a stream kept for a slow reader before the peer is made to wait
 
 
+class Unreachable(PeerLost):
+    """Nobody listens there: the connection was refused, not merely late."""
+
+
 @dataclass
 class ClientResponse:
     """A whole answer; header names are lower-case."""
@@ -171,7 +175,7 @@ class Client:
         timeout_s: float = 60.0,
         idempotent: bool | None = None,
     ) -> ClientResponse:
-        """One request, whole answer, any status. PeerLost, or DeadlineExceeded after `timeout_s`."""
+        """One request, whole answer, any status. PeerLost, Unreachable, or DeadlineExceeded after `timeout_s`."""
         async with self.stream(
             method, url, body=body, headers=headers, timeout_s=timeout_s, idempotent=idempotent
         ) as s:

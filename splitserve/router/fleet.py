@@ -237,6 +237,7 @@ class Fleet:
         if not member.healthy or not (certain or member.num_bad >= self._max_bad):
             return False
         member.healthy = False
+        member.bootstrap_port = member.endpoint.bootstrap_port  # what it told may change with its next life
         self._unprove(member)
         return True
 
@@ -246,7 +247,8 @@ class Fleet:
 
     def prove(self, prefill: Member | None, answer: Member) -> None:
         """A token has come through this pair."""
-        if answer.healthy and (prefill is None or prefill.healthy):
+        members = (answer,) if prefill is None else (prefill, answer)
+        if all(m.healthy and m in self for m in members):  # else it came too late to count
             self._proven.add((prefill.id if prefill else "", answer.id))
             self.version += 1
 

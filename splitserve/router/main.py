@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ def run(
     import uvloop
 
     log.setup(name, config.log_level)
+    raise_file_limit()
     uvloop.run(_main(config, workers, alive_fd, name))
     return 0
 
@@ -136,6 +138,12 @@ async def _main(config: RouterConfig, workers: Sequence[Endpoint], alive_fd: int
             with contextlib.suppress(OSError, ValueError):
                 loop.remove_reader(alive_fd)
         await router.close(0.0 if orphaned else DRAIN_S)
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system lets this process have: each request takes three sockets."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def read_keys(path: str) -> tuple[bytes, ...]:

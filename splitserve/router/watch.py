@@ -1,4 +1,4 @@
-"""Health, load and proof: one task a member asks its /health and /get_load, one task sends a token through each pair.
+"""Health, load and proof: a task for each member asks its /health and /get_load, one for each pair sends a token.
 
 Tells the fleet; decides nothing. A refused connection is certain; a slow answer only counts, since a busy engine
 machine answers late.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from splitserve import log
 from splitserve.config import RouterConfig
 from splitserve.errors import PeerLost, SplitserveError
-from splitserve.net.client import Client, ClientResponse
+from splitserve.net.client import Client, ClientResponse, Unreachable
 from splitserve.types import Role
 
 from .fleet import Fleet, LoadSnapshot, Member
@@ -23,12 +24,13 @@ from .rewrite import prepare
 
 PROBE_BODY = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
 PROBE_TIMEOUT_S = 60.0  # the first token of a cold engine takes long
+HEALTH_TIMEOUT_S = 3.0  # a machine whose every core computes answers late; death is seen by other means
 
 _log = log.get(__name__)
 
 
 class Watch:
-    """Background tasks over a fleet. `on_change` is called when a route appears or goes."""
+    """Background tasks over a fleet."""
 
     def __init__(
         self,
@@ -45,8 +47,7 @@ class Watch:
         self._draw_room = draw_room
         self._headers = (*headers, ("content-type", "application/json"))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._prover: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._proving: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._last_problem: dict[tuple[str, str], str] = {}
         self.num_probes = 0
 
@@ -54,7 +55,6 @@ class Watch:
         """Watch every member there is; `follow` those that come later."""
         for member in self._fleet:
             self.follow(member)
-        self._prover = asyncio.create_task(self._prove_all())
 
     def follow(self, member: Member) -> None:
         self._tasks[member.id] = asyncio.create_task(self._watch(member))
@@ -66,7 +66,7 @@ class Watch:
             task.cancel()
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *([self._prover] if self._prover else [])]
+        tasks = [*self._tasks.values(), *self._proving.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,7 +80,7 @@ class Watch:
 
     async def check(self, member: Member) -> None:
         """One round of questions to one member."""
-        timeout_s = max(1.0, self._config.health_interval_s)
+        timeout_s = max(HEALTH_TIMEOUT_S, self._config.health_interval_s)
         url = member.endpoint.url
         try:
             answer = await self._client.request(
@@ -93,14 +93,12 @@ class Watch:
             if member.role is Role.PREFILL and member.bootstrap_port is None:
                 port = await self._bootstrap_port(url, timeout_s)
         except SplitserveError as e:
-            certain = isinstance(e, PeerLost) and "cannot connect" in e.message
-            if self._fleet.unhealthy(member, e.message, certain=certain):
+            if self._fleet.unhealthy(member, e.message, certain=isinstance(e, Unreachable)):
                 _log.warning("%s at %s is down: %s", member.id, url, e.message)
             return
         if self._fleet.healthy(member, load, bootstrap_port=port):
             _log.info("%s at %s is up", member.id, url)
-        if self._fleet.unproven():
-            self._wake.set()
+        self._prove_missing()
 
     async def _load(self, url: str, timeout_s: float) -> LoadSnapshot:
         answer = await self._client.request(
@@ -119,12 +117,16 @@ class Watch:
 
     # -------------------------------------------------------------- proof
 
-    async def _prove_all(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            for prefill, answer in self._fleet.unproven():
-                await self._prove(prefill, answer)
+    def _prove_missing(self) -> None:
+        """Begin with every pair that is neither proven nor on its way; a pair that hangs keeps no other waiting."""
+        for prefill, answer in self._fleet.unproven():
+            key = (prefill.id if prefill else "", answer.id)
+            if key not in self._proving:
+                task = self._proving[key] = asyncio.create_task(self._prove(prefill, answer))
+                task.add_done_callback(partial(self._proved, key))
+
+    def _proved(self, key: tuple[str, str], _: asyncio.Task[None]) -> None:
+        self._proving.pop(key, None)
 
     async def _prove(self, prefill: Member | None, answer: Member) -> None:
         """Send one token through; say why not when that changes."""

@@ -19,7 +19,7 @@ from splitserve.router.fleet import Endpoint, LoadSnapshot
 from splitserve.router.main import Router, read_keys
 from splitserve.router.watch import read_load
 from splitserve.types import Role
-from tests.fake_workers import FakeWorker, completes, silent, whole
+from tests.fake_workers import FakeWorker, completes, error, silent, whole
 from tests.wire_http import Answer, Wire, ask, go, request, until
 
 PROMPT = {"model": "m", "prompt": "hi"}
@@ -55,7 +55,7 @@ async def pair() -> tuple[FakeWorker, FakeWorker, list[Endpoint]]:
 def test_ready_only_after_a_token_has_come_through() -> None:
     async def run() -> None:
         prefill, decode, workers = await pair()
-        decode.fail_probes = True
+        decode.probe_behaves = error(503, "transfer_failed")
         async with running(workers) as router:
             await until(lambda: all(m.healthy for m in router.fleet))
             await until(lambda: decode.probes >= 2)
@@ -66,13 +66,30 @@ def test_ready_only_after_a_token_has_come_through() -> None:
             assert refused.status == 503
             assert "no token has come through" in refused.error["message"]
             assert (await get(router, "/health")).status == 200  # the router itself is well
-            decode.fail_probes = False
+            decode.probe_behaves = whole(200, {"text": "!"})
             await until(lambda: router.fleet.ready)
             assert (await get(router, "/ready")).json["ready"] is True
             assert decode.seen == []
             assert (await ask(port_of(router), "POST", "/v1/completions", PROMPT)).status == 200
         await prefill.die()
         await decode.die()
+
+    go(run())
+
+
+def test_a_pair_that_hangs_keeps_no_other_waiting() -> None:
+    async def run() -> None:
+        prefill, decode, workers = await pair()
+        stuck = await FakeWorker.start(silent())
+        stuck.probe_behaves = silent()
+        async with running([Endpoint(stuck.url, Role.PREFILL, 1), *workers]) as router:
+            await until(lambda: stuck.probes >= 1)
+            await until(lambda: router.fleet.ready)
+            for _ in range(4):
+                assert (await ask(port_of(router), "POST", "/v1/completions", PROMPT)).status == 200
+            assert stuck.seen == []
+        for worker in (prefill, decode, stuck):
+            await worker.die()
 
     go(run())
 
