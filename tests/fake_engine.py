@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -82,9 +83,14 @@ def say(text: str, *, end: bool = True, best: int = 2) -> Script:
             )
             if stop:
                 break
-        return events
+        return _leaving(events[0]) if request.half == "prefill" else events
 
     return script
+
+
+def _leaving(event: TokenEvent) -> list[Item]:
+    """A prefill half tells its token at once, and its end when its rows have left."""
+    return [msgspec.structs.replace(event, finish=None), TokenEvent(event.rid, finish=event.finish)]
 
 
 def logprobs_of(token: int, best: int | None) -> TokenLogprobs:

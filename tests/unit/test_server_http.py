@@ -448,6 +448,9 @@ def test_errors_of_the_engine_keep_code_and_status(bench, code, status):
         (last,) = await b.events("/generate", {"text": "a"})
         assert last["error"]["code"] == code
         await b.quiet()
+        figures = (await b.call("GET", "/metrics"))[2].decode()
+        assert f'{{endpoint="completions",status="{status}"}} 1.0' in figures
+        assert f'{{endpoint="generate",status="error:{code}"}} 1.0' in figures
 
     bench(script, body)
 
@@ -584,6 +587,10 @@ def test_health_of_a_slow_but_living_engine(bench):
         assert (await b.call("GET", "/health"))[0] == 200
         b.engine.gate.set()
         await task
+        heard = b.service.link.last_heard
+        await asyncio.sleep(0.5)  # longer than stall_s: an engine without work may be silent
+        assert b.service.link.last_heard == heard
+        assert (await b.call("GET", "/health"))[0] == 200
 
     bench(say("x"), body, stall_s=0.4)
 

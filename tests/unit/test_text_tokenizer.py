@@ -344,7 +344,8 @@ def test_unknown_gguf_model_and_missing_files(tmp_path):
 def test_increments_join_to_the_whole(smol, data):
     """Any ids, also those that cut characters or are no UTF-8, fed in any groups."""
     text = data.draw(st.text(max_size=20))
-    ids = smol.encode(text) + data.draw(st.lists(st.integers(0, 49_151), max_size=12))
+    cut = [i for i in range(400) if b"\xef\xbf\xbd" in smol.token_text(i).encode()]  # half characters
+    ids = smol.encode(text) + data.draw(st.lists(st.integers(0, 49_151) | st.sampled_from(cut), max_size=12))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8)))
     skip = data.draw(st.booleans())
     out = Detokenizer(smol, skip_special=skip)
