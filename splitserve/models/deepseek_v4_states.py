@@ -40,16 +40,19 @@ def latent_bytes(nope_dim: int, rope_dim: int) -> int:
     return nope_dim + 2 * rope_dim + -(-scales // 8) * 8
 
 
-def deepseek_v4_states(cfg: DeepseekV4Config, *, dtype: str, kv: str = "") -> list[StateSpec]:
+def deepseek_v4_states(
+    cfg: DeepseekV4Config, *, dtype: str, kv: str = "", draft: bool = False
+) -> list[StateSpec]:
     """Latents and index keys in `kv` ("fp8" packs them; default: as `dtype`), compressor input in float32.
 
+    `draft` adds the window of the MTP layer, which only drafting uses.
     Raises ConfigError for an encoding that is not one of f32, bf16, f16 and fp8.
     """
     kv = kv or dtype
     if kv != "fp8" and kv not in BYTES:
         raise ConfigError(f"KV encoding {kv!r} is not known", fix=f"one of {', '.join(BYTES)}, fp8")
     specs = []
-    for layer in range(cfg.num_layers + cfg.num_mtp):
+    for layer in range(cfg.num_layers + (cfg.num_mtp if draft else 0)):
         specs += _layer_states(cfg, layer, kv)
     return specs
 

@@ -1,0 +1,103 @@
+"""DeepSeek-V4 through the split with real processes and NIXL: tokens equal the bare model's, nothing is recomputed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from splitserve.models.deepseek_v4 import DeepseekV4
+from splitserve.models.make_checkpoint import TINY, write_checkpoint
+from tests.models.v4_oracle import Text, load_model, make_bench
+from tests.proc.real import Deployment
+from tests.tiny_chat import write_chat_checkpoint
+
+pytestmark = pytest.mark.timeout(400)
+
+LENGTHS = [1, 63, 127, 129, 257, 383]
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("v4")
+    write_checkpoint(path / "model", TINY)
+    write_chat_checkpoint(path / "chat")  # for its tokenizer: random weights have no words
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(path / "chat" / name, path / "model" / name)
+    return path / "model"
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> DeepseekV4:
+    return load_model(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path) -> Iterator[Deployment]:
+    deployment = Deployment(checkpoint, name="v4", deadline_s=30.0)
+    text = deployment.file.read_text()
+    for old, new in (("page_tokens = 16", "page_tokens = 128"), ("num_pages = 256", "num_pages = 40")):
+        assert old in text
+        text = text.replace(old, new)
+    deployment.file.write_text(text.replace("step_tokens = 32", "step_tokens = 100"))
+    deployment.up()
+    yield deployment
+    deployment.close()
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(6, 262) for _ in range(length)]
+
+
+def greedy(model: DeepseekV4, length: int) -> list[int]:
+    """What the bare model says after a prompt, token by token, in one process."""
+    text = Text(prompt(length), pages=list(range(1, 6)), slot=0)
+    bench = make_bench(model)
+    logits = bench.run(text, [length])
+    answer = []
+    for _ in range(NUM_TOKENS):
+        answer.append(int(logits[-1].argmax()))
+        text.tokens.append(answer[-1])
+        logits = bench.run(text, [1])
+    return answer
+
+
+def test_tokens_through_the_split_are_the_models(pair: Deployment, model: DeepseekV4) -> None:
+    """All lengths at once, so that prefill chunks and decode batches mix them."""
+    with ThreadPoolExecutor(len(LENGTHS)) as threads:
+        answers = list(threads.map(lambda n: pair.generate(prompt(n), NUM_TOKENS), LENGTHS))
+    for length, (status, answer) in zip(LENGTHS, answers, strict=True):
+        assert status == 200, answer
+        assert answer["output_ids"] == greedy(model, length), f"prompt of {length} tokens"
+    pair.check()
+
+
+@pytest.mark.slow
+def test_verify_proves_the_split(pair: Deployment) -> None:
+    done = pair.run("verify", str(pair.file), "--json", timeout_s=280)
+    assert done.stdout, done.stderr
+    proof = json.loads(done.stdout)
+    assert proof["cases"]
+    for case in proof["cases"]:
+        assert case["findings"] == [], case["name"]
+        crossing = case["crossing"]
+        assert crossing["recomputations"] == 0
+        assert crossing["num_bytes"] == crossing["expected_bytes"] > 0
+        assert crossing["digest_checked"]
+
+
+@pytest.mark.slow
+def test_verify_catches_every_planted_fault(pair: Deployment) -> None:
+    done = pair.run("verify", str(pair.file), "--plant", "all", "--json", timeout_s=380)
+    assert done.stdout, done.stderr
+    planted = json.loads(done.stdout)["planted"]
+    assert planted
+    missed = {p["fault"] for p in planted if not p["caught"]}
+    assert missed <= {"swap_heads"}, "the latent is one piece: there are no heads to swap"
