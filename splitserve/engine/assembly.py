@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,12 @@ import torch
 
 from splitserve import log, wire
 from splitserve.config import EngineConfig
-from splitserve.dist.group import SoloGroup
+from splitserve.dist.group import SoloGroup, TorchGroup
 from splitserve.engine import memory
+from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Poison, Ranks
 from splitserve.engine.controls import Controls
 from splitserve.engine.fencing import Fencing
+from splitserve.engine.follower import Follower, Watched
 from splitserve.engine.limits import Limits
 from splitserve.engine.link import ServerLink
 from splitserve.engine.loop import Loop
@@ -28,15 +32,15 @@ from splitserve.kv.pool import Pool
 from splitserve.models import registry
 from splitserve.models.config import ModelConfig
 from splitserve.models.read import read_config
-from splitserve.spec import Layout, lay_out
+from splitserve.spec import lay_out
 from splitserve.transfer import transport as transports
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.port import Port, PortGroup
 from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.rendezvous import Rendezvous
 from splitserve.transfer.sender import Sender
-from splitserve.transfer.transport import Transport
-from splitserve.weights.locate import Source, locate
+from splitserve.weights.locate import locate
+from splitserve.wire import Card
 
 if TYPE_CHECKING:
     from splitserve.engine.rank import Start
@@ -46,107 +50,158 @@ _log = log.get(__name__)
 
 @dataclass
 class Engine:
+    """Rank 0, ready to run."""
+
     loop: Loop
     max_len: int
     facts: dict[str, Any]
-    closing: ExitStack
-
-    def close(self) -> None:
-        self.closing.close()
 
 
-def assemble(start: Start, link: ServerLink, alive_fd: int | None) -> Engine:
-    """Load, allocate, meet. Raises ConfigError and its kinds; what was opened before a failure is closed again."""
-    with ExitStack() as closing:
-        builder = Builder(start, link, closing)
-        engine = builder.build(alive_fd)
-        engine.closing = closing.pop_all()
-    return engine
+def assemble(start: Start, link: ServerLink, alive_fd: int | None, closing: ExitStack) -> Engine:
+    """Rank 0: load, allocate, meet. Raises ConfigError and its kinds; `closing` undoes whatever was done."""
+    return Builder(start, closing, say=lambda stage, done: link.send(wire.Loading(stage, done))).rank0(
+        link, alive_fd
+    )
+
+
+def assemble_follower(start: Start, line: Line, alive_fd: int | None, closing: ExitStack) -> Follower:
+    """Any other rank: the same, to what rank 0 says in its Join."""
+    return Builder(start, closing, say=lambda *_: None).follower(line, alive_fd)
 
 
 class Builder:
     """One start of one rank. Each method makes one part; `closing` undoes them in reverse."""
 
-    def __init__(self, start: Start, link: ServerLink, closing: ExitStack) -> None:
+    def __init__(self, start: Start, closing: ExitStack, *, say: Callable[[str, float], None]) -> None:
         self.start = start
         self.config = start.engine
-        self.link = link
         self.closing = closing
+        self.say = say
         self.device = torch.device(start.engine.device)
-        self.engine_id = ""
-        self.bootstrap_port = 0
         self.faults = Faults() if start.engine.allow_faults else None
-
-    def build(self, alive_fd: int | None) -> Engine:
+        self.bootstrap_port = 0
+        self.source = locate(self.config.model)
+        self.cfg = read_config(self.source)
+        self.dtype = dtype_of(self.config, self.cfg)
+        self.specs = registry.states(self.cfg, dtype=self.dtype)
+        self.layout = lay_out(self.specs, page_tokens=self.config.page_tokens, rank=start.rank, size=start.tp)
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
-        source = locate(self.config.model)
-        cfg = read_config(source)
-        dtype = dtype_of(self.config, cfg)
-        layout = self._layout(cfg, dtype)
+
+    def rank0(self, link: ServerLink, alive_fd: int | None) -> Engine:
         capacity = memory.size(
             self.config,
-            layout,
-            model_max_len=cfg.max_len,
-            free_bytes=psutil.virtual_memory().available,
+            self.layout,
+            model_max_len=self.cfg.max_len,
+            free_bytes=psutil.virtual_memory().available // self.start.tp,
         )
-        model = self._load(cfg, source, dtype)
-        transport = self._transport()
-        pool = self._pool(registry.states(cfg, dtype=dtype), layout, capacity, transport)
+        ranks = Ranks(self.start.run_dir, self.start.name, self.start.tp)
+        self.closing.callback(ranks.close)
+        listening = socket.create_server(("127.0.0.1", 0))
+        # The engine's id is another one for each life, so that peers take a restarted engine for a new one.
+        join = Join(
+            f"{self.start.name}-{uuid.uuid4().hex[:12]}",
+            listening.getsockname()[1],
+            capacity.num_pages,
+            capacity.num_slots,
+        )
+        ranks.send(join)
+        group = self._group(join.group_port, listening)
+        model = self._load(group)
+        port, pool = self._memory(join)
+        cards = ranks.cards()
         scheduler = self._scheduler(capacity)
-        transfers = self._transfers(transport, pool, layout, scheduler) if transport else None
-        runner = Runner(
-            model,
-            pool,
-            page_tokens=self.config.page_tokens,
-            tp=SoloGroup(),
-            device=self.device,
-            between_layers=transfers.progress if transfers else _nothing,
-        )
-        controls = Controls(scheduler, pool, transfers=transfers, faults=self.faults)
+        transfers = self._transfers(port, cards, ranks, scheduler) if port else None
+        runner = self._runner(model, pool, group, transfers.progress if transfers else _nothing)
+        controls = Controls(scheduler, AllPools(pool, ranks), transfers=transfers, faults=self.faults)
         loop = Loop(
-            self.link, scheduler, runner=runner, transfers=transfers, controls=controls, alive_fd=alive_fd
+            link,
+            scheduler,
+            runner=runner,
+            ranks=ranks,
+            transfers=transfers,
+            controls=controls,
+            alive_fd=alive_fd,
         )
-        facts = self._facts(cfg, dtype=dtype, layout=layout, capacity=capacity, transfers=transfers)
-        return Engine(loop, capacity.max_len, facts, self.closing)
+        return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))
 
-    def _layout(self, cfg: ModelConfig, dtype: str) -> Layout:
-        specs = registry.states(cfg, dtype=dtype)
-        return lay_out(specs, page_tokens=self.config.page_tokens, rank=self.start.rank, size=self.start.tp)
+    def follower(self, line: Line, alive_fd: int | None) -> Follower:
+        join = line.wait(JOIN_S)
+        group = self._group(join.group_port, None)
+        model = self._load(group)
+        port, pool = self._memory(join)
+        watched = Watched(port)
+        runner = self._runner(model, pool, group, watched.progress)
+        line.send(Joined(self.start.rank, port.card if port else None))
+        return Follower(line, runner, pool=pool, watched=watched, alive_fd=alive_fd)
 
-    def _load(self, cfg: ModelConfig, source: Source, dtype: str) -> Model:
-        model = registry.build(cfg, SoloGroup(), dtype=dtype, device=self.config.device)
-        model.load(source, lambda done: self.link.send(wire.Loading("weights", done)))
+    def _group(self, port: int, listening: socket.socket | None) -> SoloGroup | TorchGroup:
+        """The TP group. Rank 0 hands over the socket that it has told the others, so that nobody else can take it."""
+        if self.start.tp == 1:
+            if listening is not None:
+                listening.close()
+            return SoloGroup()
+        self.say("meeting the other ranks", 0.0)
+        group = TorchGroup(
+            self.start.rank,
+            self.start.tp,
+            host="127.0.0.1",
+            port=port,
+            device=self.config.device,
+            listening=listening,
+        )
+        self.closing.callback(group.close)
+        return group
+
+    def _load(self, group: SoloGroup | TorchGroup) -> Model:
+        model = registry.build(self.cfg, group, dtype=self.dtype, device=self.config.device)
+        model.load(self.source, lambda done: self.say("weights", done))
         return model
 
-    def _transport(self) -> Transport | None:
-        """A unified engine meets nobody and does not pay for a transport."""
-        if self.config.role == "unified":
-            return None
-        self.link.send(wire.Loading("transport", 0.0))
-        name = f"{self.start.name}-{uuid.uuid4().hex[:12]}"  # another one for each life of the engine
-        transport = transports.make(
-            self.start.transfer.transport,
-            agent_name=f"{name}.{self.start.rank}",
-            config=self.start.transfer,
-        )
-        self.closing.callback(transport.close)
-        self.engine_id = name
-        return transport
-
-    def _pool(
-        self, specs: list[Any], layout: Layout, capacity: memory.Capacity, transport: Transport | None
-    ) -> Pool:
-        self.link.send(wire.Loading("memory", 0.0))
+    def _memory(self, join: Join) -> tuple[Port | None, Pool]:
+        """The slabs, in memory that the transport can register. A unified engine meets nobody and pays for none."""
+        transport = None
+        if self.config.role != "unified":
+            self.say("transport", 0.0)
+            transport = transports.make(
+                self.start.transfer.transport,
+                agent_name=f"{join.engine_id}.{self.start.rank}",
+                config=self.start.transfer,
+            )
+            self.closing.callback(transport.close)
+        self.say("memory", 0.0)
         pool = Pool(
-            specs,
-            layout=layout,
-            num_pages=capacity.num_pages,
-            num_slots=capacity.num_slots,
+            self.specs,
+            layout=self.layout,
+            num_pages=join.num_pages,
+            num_slots=join.num_slots,
             device=self.device,
             allocate=transport.allocate if transport else _plain_memory,
         )
         self.closing.callback(pool.close)
-        return pool
+        if transport is None:
+            return None, pool
+        port = Port(
+            transport,
+            layout=self.layout,
+            slabs=pool.slabs,
+            engine=join.engine_id,
+            rank=self.start.rank,
+            size=self.start.tp,
+            faults=self.faults,
+        )
+        return port, pool
+
+    def _runner(
+        self, model: Model, pool: Pool, group: SoloGroup | TorchGroup, between_layers: Callable[[], None]
+    ) -> Runner:
+        return Runner(
+            model,
+            pool,
+            page_tokens=self.config.page_tokens,
+            tp=group,
+            device=self.device,
+            between_layers=between_layers,
+        )
 
     def _scheduler(self, capacity: memory.Capacity) -> Scheduler:
         cache = Cache(
@@ -163,19 +218,10 @@ class Builder:
         )
         return Scheduler(cache, limits)
 
-    def _transfers(self, transport: Transport, pool: Pool, layout: Layout, scheduler: Scheduler) -> Transfers:
-        port = Port(
-            transport,
-            layout=layout,
-            slabs=pool.slabs,
-            engine=self.engine_id,
-            rank=self.start.rank,
-            size=self.start.tp,
-            faults=self.faults,
-        )
+    def _transfers(self, port: Port, cards: list[Card], ranks: Ranks, scheduler: Scheduler) -> Transfers:
         fence = Fencing(self.start.fence_socket)
         self.closing.callback(fence.close)
-        ports = PortGroup(port)
+        ports = PortGroup(port, cards=(port.card, *cards), send=ranks.send)
         config = self.start.transfer
         door = Rendezvous(host=config.bootstrap_host, port=config.bootstrap_port)
         self.bootstrap_port = door.port
@@ -185,41 +231,45 @@ class Builder:
         self.closing.callback(receiver.close)
         return Transfers(sender, receiver, ports=ports, scheduler=scheduler, deadline_s=config.deadline_s)
 
-    def _facts(
-        self,
-        cfg: ModelConfig,
-        *,
-        dtype: str,
-        layout: Layout,
-        capacity: memory.Capacity,
-        transfers: Transfers | None,
-    ) -> dict[str, Any]:
+    def _facts(self, join: Join, capacity: memory.Capacity, *, meets: bool) -> dict[str, Any]:
         """What /server_info, the banner and `verify` tell about this engine."""
         return {
             "model": self.config.model,
-            "arch": cfg.arch,
-            "vocab_size": cfg.vocab,
-            "num_layers": cfg.num_layers,
+            "arch": self.cfg.arch,
+            "vocab_size": self.cfg.vocab,
+            "num_layers": self.cfg.num_layers,
             "role": self.config.role,
             "tp": self.start.tp,
-            "dtype": dtype,
+            "dtype": self.dtype,
             "device": self.config.device,
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "num_pages": capacity.num_pages,
             "page_tokens": self.config.page_tokens,
-            "page_bytes": layout.page_bytes,
+            "page_bytes": self.layout.page_bytes,
             "num_slots": capacity.num_slots,
-            "slot_bytes": layout.slot_bytes,
+            "slot_bytes": self.layout.slot_bytes,
             "step_tokens": self.config.step_tokens,
             "max_seqs": self.config.max_seqs,
-            "transport": self.start.transfer.transport if transfers else "",
-            "bootstrap_host": self.start.transfer.bootstrap_host if transfers else "",
+            "transport": self.start.transfer.transport if meets else "",
+            "bootstrap_host": self.start.transfer.bootstrap_host if meets else "",
             "bootstrap_port": self.bootstrap_port,
-            "engine_id": self.engine_id,
+            "engine_id": join.engine_id,
             "allow_faults": self.config.allow_faults,
             "pid": os.getpid(),
         }
+
+
+class AllPools:
+    """The slabs of all ranks, for what must happen to each of them."""
+
+    def __init__(self, pool: Pool, ranks: Ranks) -> None:
+        self._pool = pool
+        self._ranks = ranks
+
+    def poison(self, page_ids: Sequence[int], slot_ids: Sequence[int] = ()) -> None:
+        self._ranks.send(Poison(tuple(page_ids), tuple(slot_ids)))
+        self._pool.poison(page_ids, slot_ids)
 
 
 def dtype_of(config: EngineConfig, cfg: ModelConfig) -> str:

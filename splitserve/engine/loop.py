@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-import zmq
 
 from splitserve import log, wire
+from splitserve.engine.channel import Ranks
 from splitserve.engine.controls import Controls
 from splitserve.engine.link import ServerLink
 from splitserve.engine.request import Request
-from splitserve.engine.runner import Pending
+from splitserve.engine.runner import Runner
 from splitserve.engine.scheduler import Scheduler
-from splitserve.engine.step import Step
 from splitserve.engine.transfers import Transfers
+from splitserve.engine.waiting import Waiting
 from splitserve.errors import RequestError, SplitserveError
 
 _log = log.get(__name__)
@@ -29,14 +27,10 @@ _log = log.get(__name__)
 IDLE_S = 0.5
 """Longest sleep: only a bound on surprises, since messages and peers wake the loop by their descriptors."""
 
-HANDOFF_POLL_S = 0.0005
+HANDOFF_POLL_S = 0.001
 """Transports without a descriptor (NIXL) are asked this often while a handoff is open and nothing is computed."""
 
 LOAD_INTERVAL_S = 0.1
-
-
-class Launches(Protocol):
-    def launch(self, step: Step) -> Pending: ...
 
 
 class Loop:
@@ -45,7 +39,8 @@ class Loop:
         link: ServerLink,
         scheduler: Scheduler,
         *,
-        runner: Launches,
+        runner: Runner,
+        ranks: Ranks,
         transfers: Transfers | None,
         controls: Controls,
         alive_fd: int | None = None,
@@ -54,17 +49,14 @@ class Loop:
         self._link = link
         self._scheduler = scheduler
         self._runner = runner
+        self._ranks = ranks
         self._transfers = transfers
         self._controls = controls
         self._clock = clock
-        self._alive_fd = alive_fd
         self._stopping = False
         self._last_load: wire.Load | None = None
         self._load_sent = 0.0
-        self._poller = zmq.Poller()
-        self._poller.register(link.socket, zmq.POLLIN)
-        if alive_fd is not None:
-            self._poller.register(alive_fd, zmq.POLLIN)
+        self._waiting = Waiting(link.socket, *ranks.sockets(), alive_fd=alive_fd)
 
     def run(self) -> None:
         """Until the server is gone or `stop` is called."""
@@ -81,10 +73,12 @@ class Loop:
             self._take(message)
         now = self._clock()
         if self._transfers:
+            self._transfers.feed(self._ranks.events())
             self._transfers.poll(now)
         step = self._scheduler.plan(now)
         self._report_ends(now)
         if step is not None:
+            self._ranks.send(step)
             result = self._runner.launch(step).result()
             self._scheduler.apply(result)
             now = self._clock()
@@ -171,9 +165,7 @@ class Loop:
             timeout = min(timeout, deadline - now)
         if self._transfers:
             timeout = min(timeout, self._transfers.patience(now, HANDOFF_POLL_S))
-            self._transfers.watch(self._poller)
         self._report_load(now, force=True)
-        ready = dict(self._poller.poll(max(0.0, timeout) * 1000))
-        if self._alive_fd is not None and self._alive_fd in ready:
+        if not self._waiting.wait(timeout, self._transfers.fds() if self._transfers else ()):
             _log.info("the server has gone; leaving")
             self.stop()

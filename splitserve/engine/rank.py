@@ -13,15 +13,21 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from splitserve import log, wire
 from splitserve.config import EngineConfig, TransferConfig, resolve
+from splitserve.engine.channel import Line, address
 from splitserve.engine.link import ServerLink
 from splitserve.errors import SplitserveError
 
 _log = log.get(__name__)
+
+START_FAILED = 2
+"""Exit code after a typed error at the start: trying again will not help."""
 
 
 @dataclass(frozen=True)
@@ -54,39 +60,67 @@ def main() -> int:
     args = parser.parse_args()
     start = read_start(args.config)
     log.setup(f"{start.name}/{start.rank}")
-    _bind(start.engine)
-    link = ServerLink(start.server_endpoint)
-    try:
-        return _serve(start, link, args.alive_fd)
-    except SplitserveError as e:
-        _log.error("%s%s", e.message, f" ({e.fix})" if e.fix else "")
-        link.send(wire.Failed("", e.code, e.status, f"{e.message}. {e.fix}" if e.fix else e.message))
-        return 2
-    finally:
-        link.close()
+    _bind(start)
+    with ExitStack() as closing:
+        if start.rank:
+            return _follow(start, args.alive_fd, closing)
+        return _lead(start, args.alive_fd, closing)
 
 
-def _serve(start: Start, link: ServerLink, alive_fd: int | None) -> int:
+def _lead(start: Start, alive_fd: int | None, closing: ExitStack) -> int:
+    """Rank 0: the server is told of everything, a failed start included."""
     from splitserve.engine.assembly import assemble  # torch comes in here, after the cores are bound
 
-    engine = assemble(start, link, alive_fd)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: engine.loop.stop())
+    link = ServerLink(start.server_endpoint)
+    closing.callback(link.close)
     try:
-        link.send(wire.Hello(wire.PROTOCOL, engine.max_len, engine.facts))
-        engine.loop.run()
-    finally:
-        engine.close()
+        engine = assemble(start, link, alive_fd, closing)
+    except SplitserveError as e:
+        _log.error("%s%s", e.message, f" ({e.fix})" if e.fix else "")
+        link.send(wire.Failed("", e.code, e.status, e.message, field=e.field or "", fix=e.fix or ""))
+        return START_FAILED
+    _stop_on_signals(engine.loop.stop)
+    link.send(wire.Hello(wire.PROTOCOL, engine.max_len, engine.facts))
+    engine.loop.run()
     return 0
 
 
-def _bind(config: EngineConfig) -> None:
-    """Keep this process, and every thread it will start, on its cores."""
-    if config.cpus:
-        os.sched_setaffinity(0, config.cpus)
-    threads = config.threads or len(os.sched_getaffinity(0))
+def _follow(start: Start, alive_fd: int | None, closing: ExitStack) -> int:
+    """Any other rank. Its server sees it die where it cannot start."""
+    from splitserve.engine.assembly import assemble_follower
+
+    line = Line(address(start.run_dir, start.name, start.rank), bind=False)
+    closing.callback(line.close)
+    try:
+        follower = assemble_follower(start, line, alive_fd, closing)
+    except SplitserveError as e:
+        _log.error("%s%s", e.message, f" ({e.fix})" if e.fix else "")
+        return START_FAILED
+    _stop_on_signals(follower.stop)
+    follower.run()
+    return 0
+
+
+def _stop_on_signals(stop: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop())
+
+
+def _bind(start: Start) -> None:
+    """Keep this process, and every thread it will start, on its cores: its share of the engine's, if they suffice."""
+    cpus = share_of(start.engine.cpus, start.rank, start.tp)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    threads = start.engine.threads or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def share_of(cpus: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+    """The cpus of one rank: an equal part of the engine's, or all of them when there are fewer than ranks."""
+    if len(cpus) < size:
+        return cpus
+    return cpus[len(cpus) * rank // size : len(cpus) * (rank + 1) // size]
 
 
 if __name__ == "__main__":

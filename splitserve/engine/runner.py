@@ -16,7 +16,7 @@ from splitserve.engine import batch
 from splitserve.engine.sampler import log_softmax_rows, sample
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.layers.forward import Forward, Group, States
-from splitserve.types import Rid, TokenLogprobs
+from splitserve.types import Rid, SamplingParams, TokenLogprobs
 
 
 class Model(Protocol):
@@ -100,7 +100,7 @@ class Runner:
         finite = torch.isfinite(picked.sum(dim=-1)).tolist()
         tokens, logprobs = sample(
             picked,
-            [c.sampling for c in sampling],
+            [c.sampling or SamplingParams() for c in sampling],
             [c.stop for c in sampling],
             num_prompts=[c.num_prompt for c in sampling],
             histories=[c.history for c in sampling],
@@ -108,7 +108,7 @@ class Runner:
         for i, chunk in enumerate(sampling):
             out[chunk.rid] = Sampled(
                 (tokens[i],),
-                (logprobs[i],) if logprobs[i] is not None else (),
+                tuple(entry for entry in logprobs[i : i + 1] if entry is not None),
                 rated.get(chunk.rid, ()),
                 finite[i],
             )

@@ -15,7 +15,6 @@ It is not responsible for telling peers: the loop reads `ended` and `offers` and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from splitserve.engine.chunks import cut, share
@@ -431,6 +430,6 @@ class Scheduler:
                 raise InvariantError(f"{req.rid} is {req.phase.value} and holds {req.holding}")
         self.cache.check(self.holdings())
 
-    def holdings(self) -> Iterable:
+    def holdings(self) -> list[Holding]:
         own = [r.holding for r in self.requests.values() if r.holding is not None]
         return [*own, *self._orphans.values()]

@@ -12,15 +12,13 @@ It decides nothing about requests or rows itself and moves no byte; rooms are it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import zmq
+from collections.abc import Iterable, Sequence
 
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.step import Sampled, Step, StepResult
 from splitserve.errors import InvariantError, RequestError, SplitserveError, by_code
-from splitserve.transfer.events import Arrived, ReceiveFailed, Released, SendFailed, Sent
+from splitserve.transfer.events import Arrived, PortEvent, ReceiveFailed, Released, SendFailed, Sent
 from splitserve.transfer.port import PortGroup
 from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.sender import Sender
@@ -39,7 +37,6 @@ class Transfers:
         self._deadline_s = deadline_s
         self._sending: dict[int, Rid] = {}
         self._receiving: dict[int, Rid] = {}
-        self._watched: set[int] = set()
 
     # ------------------------------------------------------------------ from the loop
 
@@ -86,10 +83,10 @@ class Transfers:
                     self._scheduler.rows_free(self._sending.pop(room))
                 case Sent():
                     pass  # Released follows
-        for event in self.receiver.poll(now):
-            match event:
+        for arrival in self.receiver.poll(now):
+            match arrival:
                 case Arrived():
-                    self._arrived(event)
+                    self._arrived(arrival)
                 case ReceiveFailed(room=room, retriable=retriable, code=code, message=message):
                     error = by_code(code, message)
                     self._scheduler.lost(self._receiving[room], error, retriable=retriable)
@@ -100,6 +97,10 @@ class Transfers:
         """Called between layers: let the transport work, decide nothing."""
         if self.sender.moving() or self.receiver.moving():
             self._ports.feed(self._ports.port.poll())
+
+    def feed(self, events: Sequence[PortEvent]) -> None:
+        """What the ports of other ranks have reported."""
+        self._ports.feed(events)
 
     def lanes(self) -> dict[str, str]:
         """For each peer met, what carries the bytes."""
@@ -114,14 +115,9 @@ class Transfers:
         deadlines = [d for d in (self.sender.next_deadline(), self.receiver.next_deadline()) if d is not None]
         return max(0.0, min(deadlines) - now) if deadlines else float("inf")
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake for peers: sockets of the rendezvous, processes that may die."""
-        wanted = {*self.sender.fds(), *self.receiver.fds()}
-        for fd in self._watched - wanted:
-            poller.unregister(fd)
-        for fd in wanted - self._watched:
-            poller.register(fd, zmq.POLLIN)
-        self._watched = wanted
+    def fds(self) -> set[int]:
+        """Descriptors that wake the loop: sockets of the rendezvous, processes that may die."""
+        return {*self.sender.fds(), *self.receiver.fds()}
 
     def check(self) -> None:
         """Rooms here are the rooms there; then the two check themselves."""

@@ -214,24 +214,20 @@ def _to_dict(cases: list[Case], planted: list[Planted]) -> dict[str, Any]:
 def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
     table = Table(title="split against unified")
     for heading in ("question", "tokens", "answer", "crossed", "pages", "descr.", "lane", "GB/s", "digest"):
-        table.add_column(
-            heading,
-            justify="right" if heading in ("tokens", "crossed", "pages", "descr.", "GB/s") else "left",
-        )
+        right = heading in ("tokens", "crossed", "pages", "descr.", "GB/s")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for case in cases:
         c = case.crossing or Crossing()
-        verdict = "[red]differs[/red]" if case.findings else "equal"
-        digest = f"{c.received_digest[:16]}" + ("" if c.sent_digest == c.received_digest else " [red]≠[/red]")
         table.add_row(
             case.name,
             str(case.num_prompt),
-            verdict,
-            f"{c.num_bytes:,} B",
+            "[red]differs[/red]" if case.findings else "equal",
+            f"{c.num_bytes / 1e6:.2f} MB",
             str(c.num_pages),
             str(c.num_descriptors),
-            c.lane,
+            c.lane.split("/")[0],
             f"{c.gb_s:.2f}",
-            digest,
+            c.received_digest[:6] + ("" if c.sent_digest == c.received_digest else "[red]≠[/red]"),
         )
     console.print(table)
     for case in cases:

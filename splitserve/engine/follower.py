@@ -1,0 +1,73 @@
+"""The loop of every rank but 0: run the steps and carry out the orders that rank 0 sends, report what the port saw."""
+
+from __future__ import annotations
+
+from splitserve import log
+from splitserve.engine.channel import Events, Line, Poison
+from splitserve.engine.runner import Runner
+from splitserve.engine.step import Step
+from splitserve.engine.waiting import Waiting
+from splitserve.kv.pool import Pool
+from splitserve.transfer.events import PortEvent
+from splitserve.transfer.port import Port
+
+_log = log.get(__name__)
+
+IDLE_S = 0.5
+PORT_POLL_S = 0.001
+
+
+class Watched:
+    """A port, if there is one, and what it has reported since it was last told: between layers too."""
+
+    def __init__(self, port: Port | None) -> None:
+        self.port = port
+        self._seen: list[PortEvent] = []
+
+    def progress(self) -> None:
+        """Called between layers: poll only while something moves."""
+        if self.port is not None and self.port.moving():
+            self._seen.extend(self.port.poll())
+
+    def take(self) -> tuple[PortEvent, ...]:
+        if self.port is not None:
+            self._seen.extend(self.port.poll())
+        seen, self._seen = self._seen, []
+        return tuple(seen)
+
+
+class Follower:
+    def __init__(
+        self, line: Line, runner: Runner, *, pool: Pool, watched: Watched, alive_fd: int | None = None
+    ) -> None:
+        self._line = line
+        self._runner = runner
+        self._pool = pool
+        self._watched = watched
+        self._stopping = False
+        self._waiting = Waiting(line.socket, alive_fd=alive_fd)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        """Until rank 0's server has gone or `stop` is called."""
+        while not self._stopping:
+            self._turn()
+            port = self._watched.port
+            patience = PORT_POLL_S if port is not None and port.moving() else IDLE_S
+            if not self._waiting.wait(patience, port.fds() if port is not None else ()):
+                _log.info("the server has gone; leaving")
+                return
+
+    def _turn(self) -> None:
+        for message in self._line.receive():
+            match message:
+                case Step():
+                    self._runner.launch(message).result()
+                case Poison(pages=pages, slots=slots):
+                    self._pool.poison(pages, slots)
+                case _ if self._watched.port is not None:
+                    self._watched.port.post(message)
+        if seen := self._watched.take():
+            self._line.send(Events(seen))
