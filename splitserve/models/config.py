@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from splitserve.errors import RequestError, WeightsError
+from splitserve.errors import ConfigError, WeightsError
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ModelConfig:
         return bool(self.sparse_layers) and self.sparse_layers[layer]
 
     def with_max_len(self, max_len: int) -> ModelConfig:
-        """The same model served up to `max_len` tokens (0 keeps the model's own). Raises RequestError when too long."""
+        """The same model served up to `max_len` tokens (0 keeps the model's own). Raises ConfigError when too long."""
         if max_len > self.max_len:
-            raise RequestError(f"max_len={max_len}, the model was made for {self.max_len}", field="max_len")
+            raise ConfigError(f"max_len={max_len}, the model was made for {self.max_len}", field="max_len")
         return replace(self, max_len=max_len or self.max_len)
 
 

@@ -142,6 +142,11 @@ class GgufFile:
         self.metadata = header.metadata
         self._tensors = header.tensors
         self._bytes = map_file(path)
+        if self.metadata.get("split.count", 1) != 1:
+            raise WeightsError(
+                f"{path} is one of {self.metadata['split.count']} parts",
+                fix="join them with llama-gguf-split --merge",
+            )
         for name in self._tensors:  # all of them now: a truncated file should fail before minutes of loading
             self._span(name)
 
@@ -166,7 +171,7 @@ class GgufFile:
         )  # ggml's rows run along the last dimension, ours along the first
         first = tensor.start + start * rows_each * row_bytes
         raw = self._bytes[first : first + (stop - start) * rows_each * row_bytes]
-        return _to_numbers(raw, tensor.type, (stop - start, *tensor.shape[1:]), row_bytes)
+        return self._numbers(raw, name, (stop - start, *tensor.shape[1:]))
 
     def _span(self, name: str) -> None:
         tensor = self._tensors[name]
@@ -190,20 +195,21 @@ class GgufFile:
             )
         return columns // block * block_bytes
 
+    def _numbers(self, raw: Array, name: str, shape: tuple[int, ...]) -> Rows:
+        """Bytes of whole rows as numbers: seen in place where they are plain, else dequantised."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
 
-def _to_numbers(raw: Array, type_number: int, shape: tuple[int, ...], row_bytes: int) -> Rows:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = GGMLQuantizationType(type_number)
-    if kind.name in _PLAIN:
-        encoding, dtype = _PLAIN[kind.name]
-        return Rows(raw.view(dtype).reshape(shape), encoding)
-    try:
-        with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
-            numbers = dequantize(np.asarray(raw).reshape(-1, row_bytes), kind)
-    except NotImplementedError:
-        raise WeightsError(
-            f"tensors quantised as {kind.name} are not read", fix="use Q4_0, Q4_1, Q8_0 or a K-quant"
-        ) from None
-    return Rows(numbers.reshape(shape), "f32")
+        kind = GGMLQuantizationType(self._tensors[name].type)
+        if kind.name in _PLAIN:
+            encoding, dtype = _PLAIN[kind.name]
+            return Rows(raw.view(dtype).reshape(shape), encoding)
+        try:
+            with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
+                numbers = dequantize(np.asarray(raw).reshape(-1, self._row_bytes(name)), kind)
+        except NotImplementedError:
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} is quantised as {kind.name}, which is not read",
+                fix="use a plain type, Q4_0 to Q8_0, a K-quant or an IQ type",
+            ) from None
+        return Rows(numbers.reshape(shape), "f32")

@@ -19,9 +19,9 @@ from tests.tiny import FAMILIES, Text, make_forward, make_pool, write_checkpoint
 PAGE = 16
 
 
-def load(path: Path, *, max_len: int = 0) -> Any:
+def load(path: Path, *, max_len: int = 0, dtype: str = "f32") -> Any:
     source = locate(path)
-    model = build(read_config(source).with_max_len(max_len), SoloGroup(), dtype="f32")
+    model = build(read_config(source).with_max_len(max_len), SoloGroup(), dtype=dtype)
     model.load(source)
     return model
 
@@ -72,6 +72,18 @@ def test_sharded_half_precision_checkpoints(dtype: torch.dtype, tmp_path: Path) 
     with torch.no_grad():
         expected = reference(torch.tensor([seq.tokens])).logits[0]
     torch.testing.assert_close(run(model, make_pool(model.cfg), seq, [40]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.04), ("f16", 0.005)])
+def test_half_precision_stays_near(dtype: str, error: float, tmp_path: Path) -> None:
+    """The root mean square error against float32, over the logits' own: some roundings of 2^-9 and 2^-11."""
+    write_checkpoint(tmp_path, "qwen3")
+    exact, model = load(tmp_path), load(tmp_path, dtype=dtype)
+    expected = run(exact, make_pool(exact.cfg), text(60), [60])
+    for sizes in ([60], [1] * 60, [30, 30]):
+        found = run(model, make_pool(model.cfg, dtype=dtype), text(60), sizes)
+        assert found.dtype is torch.float32
+        assert (found - expected).std() < error * expected.std()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied-bias", "qwen2", "qwen3", "qwen3-moe"])

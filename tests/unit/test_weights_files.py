@@ -267,8 +267,16 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path) -> None:
     writer.add_tensor("w", np.zeros((2, 292), dtype=np.uint8), raw_dtype=Q.Q8_K)
     _finish(writer)
     file = GgufFile(path)
-    with pytest.raises(WeightsError, match="Q8_K"):
+    with pytest.raises(WeightsError, match=r"x.gguf: tensor 'w' is quantised as Q8_K"):
         file.read("w", 0, 1)
+
+
+def test_one_part_of_several_is_not_a_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    _finish(writer)
+    with pytest.raises(WeightsError, match=r"x.gguf is one of 3 parts"):
+        load(tmp_path / "x.gguf")
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:
