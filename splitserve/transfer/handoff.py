@@ -116,8 +116,8 @@ SENDER: Table[Tx] = {
         "cancel": (Tx.FAILED, ("tell_drained",)),
     },
 }
-"""`all_written`, `idle` and `idle_broken` are concluded by Outgoing itself when the last write in flight has ended. Decode
-may ask about a room long after its end, so final states still answer offers and cancels."""
+"""`all_written`, `idle` and `idle_broken` are concluded by Outgoing itself when the last write in flight has ended.
+Decode may ask about a room long after its end, so final states still answer offers and cancels."""
 
 RECEIVER: Table[Rx] = {
     Rx.OPEN: {

@@ -115,17 +115,22 @@ class LocalTransport:
         """Zeroed bytes in an anonymous memory file, which a peer of the same user can map."""
         import torch
 
+        memory = self.allocate_buffer(nbytes)
+        return (
+            torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def allocate_buffer(self, nbytes: int) -> mmap.mmap:
+        """The same without torch."""
         fd = os.memfd_create(f"splitserve-{self._agent}", os.MFD_CLOEXEC)
         size = max(nbytes, 1)
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         addr = _address_of(memory)
         self._memory[addr] = (memory, _Region(addr, size, fd))
-        return (
-            torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-            if nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        return memory
 
     def register(self, slabs: Sequence[Slab]) -> bytes:
         """Only memory that `allocate` made can be opened to peers."""

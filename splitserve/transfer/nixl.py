@@ -86,7 +86,7 @@ class NixlTransport:
         self._quiet: dict[str, int] = {}  # dead peer -> polls with nothing left of it
         self._agent: Any = None
         with _environment({**QUIET, **_ucx(config.ucx)}), _log_file(), _affinity():
-            self._agent, self._error = _start(agent_name, config)
+            self._agent, self._errors = _start(agent_name, config)
 
     # ------------------------------------------------------------------ memory
 
@@ -106,7 +106,7 @@ class NixlTransport:
         try:
             self._slabs = self._agent.register_memory(rows, self._memory) if rows else None
             metadata = self._agent.get_agent_metadata()
-        except self._error as e:
+        except self._errors as e:
             raise ConfigError(
                 f"NIXL cannot register {sum(r[1] for r in rows):,} bytes of {self._memory}: {e}"
             ) from e
@@ -122,7 +122,7 @@ class NixlTransport:
             return name
         try:
             known = _text(self._agent.add_remote_agent(card.agent))
-        except self._error as e:
+        except self._errors as e:
             raise TransferError(f"cannot connect to {name}: {e}") from e
         if known != name:
             raise TransferError(f"the card of {name} carries the metadata of {known}")
@@ -142,7 +142,7 @@ class NixlTransport:
         busy = {w.peer for w in self._writes.values()}
         for name in [n for n, p in self._peers.items() if p.leaving and n not in busy]:
             del self._peers[name]
-            with contextlib.suppress(self._error):  # it has gone by itself
+            with contextlib.suppress(self._errors):  # it has gone by itself
                 self._agent.remove_remote_agent(name)
 
     # ------------------------------------------------------------------ writing
@@ -160,7 +160,7 @@ class NixlTransport:
                 self._events.append(Written(number))
                 return number
             handle = self._request(to, copies, note)
-        except self._error as e:
+        except self._errors as e:
             raise TransferError(f"cannot post {copies.num_bytes:,} bytes to {peer}: {e}") from e
         self._writes[number] = write = _Write(number, peer, handle)
         self._advance(write, post=True)
@@ -178,7 +178,7 @@ class NixlTransport:
             return
         try:
             state = self._agent.transfer(write.handle) if post else self._agent.check_xfer_state(write.handle)
-        except self._error as e:
+        except self._errors as e:
             self._give_up(write, str(e))
             return
         if state == "DONE":
@@ -193,7 +193,7 @@ class NixlTransport:
         write.error = error
         try:
             write.handle.release()
-        except self._error:
+        except self._errors:
             return  # still active: tried again by the next poll
         del self._writes[write.id]
         self._events.append(Broken(write.id, error))
@@ -239,15 +239,15 @@ class NixlTransport:
         if self._agent is None:
             return
         for write in list(self._writes.values()):
-            with contextlib.suppress(self._error):  # the agent's end takes what is left
+            with contextlib.suppress(self._errors):  # the agent's end takes what is left
                 write.handle.release()
         self._writes.clear()
         for name in list(self._peers):
-            with contextlib.suppress(self._error):
+            with contextlib.suppress(self._errors):
                 self._agent.remove_remote_agent(name)
         self._peers.clear()
         if self._slabs is not None:
-            with contextlib.suppress(self._error):
+            with contextlib.suppress(self._errors):
                 self._agent.deregister_memory(self._slabs)
             self._slabs = None
         self._agent = None
@@ -283,22 +283,22 @@ def put_lanes(ucx_log: str) -> dict[str, str]:
     return lanes
 
 
-def _start(agent_name: str, config: TransferConfig) -> tuple[Any, type[Exception]]:
-    """An agent with its backend, and the class of all of NIXL's errors."""
+def _start(agent_name: str, config: TransferConfig) -> tuple[Any, tuple[type[Exception], ...]]:
+    """An agent with its backend, and all of NIXL's errors, which have no class in common."""
     try:
+        from nixl import _bindings
         from nixl._api import nixl_agent, nixl_agent_config
-        from nixl._bindings import nixlBackendError
     except ImportError as e:
         raise ConfigError(
             f"transport is nixl, but NIXL cannot be imported: {e}",
             field="transport",
             fix="pip install nixl, or transport = 'local' on one host",
         ) from e
-    error = next(c for c in nixlBackendError.__mro__[::-1] if c not in (object, BaseException, Exception))
+    errors = tuple(c for c in vars(_bindings).values() if isinstance(c, type) and issubclass(c, Exception))
     settings = nixl_agent_config(enable_prog_thread=config.progress_thread, backends=[config.backend])
     try:
         agent = nixl_agent(agent_name, settings)
-    except error as e:
+    except errors as e:
         given = ", ".join(config.ucx) or "no UCX settings"
         raise ConfigError(
             f"NIXL backend {config.backend} does not start with {given}: {e}",
@@ -311,7 +311,7 @@ def _start(agent_name: str, config: TransferConfig) -> tuple[Any, type[Exception
             field="backend",
             fix=f"one of {', '.join(agent.get_plugin_list())}",
         )
-    return agent, error
+    return agent, errors
 
 
 def _ucx(settings: Sequence[str]) -> dict[str, str]:
