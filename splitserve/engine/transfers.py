@@ -12,7 +12,8 @@ It decides nothing about requests or rows itself and moves no byte; rooms are it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
@@ -28,8 +29,16 @@ from splitserve.wire import FirstToken, Room
 
 class Transfers:
     def __init__(
-        self, sender: Sender, receiver: Receiver, *, ports: PortGroup, scheduler: Scheduler, deadline_s: float
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        *,
+        ports: PortGroup,
+        scheduler: Scheduler,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._ports = ports
         self.sender = sender
         self.receiver = receiver
@@ -94,8 +103,11 @@ class Transfers:
                     self._scheduler.rows_free(self._receiving.pop(room))
 
     def progress(self) -> None:
-        """Called between layers: let the transport work, decide nothing."""
-        if self.sender.moving() or self.receiver.moving():
+        """Called between layers: answer peers and let the transport work; the scheduler learns of it after the step."""
+        now = self._clock()
+        self.sender.work(now)
+        self.receiver.work(now)
+        if self.receiver.moving():
             self._ports.feed(self._ports.port.poll())
 
     def feed(self, events: Sequence[PortEvent]) -> None:

@@ -174,11 +174,15 @@ class Receiver:
             self._judge(life, now)
         for entry in list(self._rooms.values()):
             self._act(entry, entry.table.tick(now), now)
+        self.work(now)
+        events, self._events = self._events, []
+        return events
+
+    def work(self, now: float) -> None:
+        """The part of `poll` that is safe, and due, in the middle of a step: show prefill that we live."""
         for contact in self._contacts.values():
             if now >= contact.ping_at and any(r.door == contact.door for r in self._rooms.values()):
                 self._ping(contact, now)
-        events, self._events = self._events, []
-        return events
 
     # ------------------------------------------------------------------ messages of prefill
 

@@ -152,13 +152,7 @@ class Sender:
 
     def poll(self, now: float) -> list[SenderEvent]:
         """Take messages, move bytes, let time pass; what the engine must know since the last call."""
-        for peer, message in self._door.poll():
-            self._hear(peer, message, now)
-        for event in self._ports.sent():
-            if isinstance(event, WriteDone):
-                self._ended(event, now)
-            else:
-                self._fault(event)
+        self.work(now)
         for life in self._watch.poll(now):
             self._judge(life, now)
         for entry in list(self._rooms.values()):
@@ -166,6 +160,19 @@ class Sender:
         events, self._events = self._events, []
         self._owned -= {e.room for e in events if isinstance(e, Released)}
         return events
+
+    def work(self, now: float) -> None:
+        """The part of `poll` that is safe in the middle of a step: answer decode, post what is held, see writes end.
+
+        Without it a step that takes long would look like silence to decode, and an offer would wait for its end.
+        """
+        for peer, message in self._door.poll():
+            self._hear(peer, message, now)
+        for event in self._ports.sent():
+            if isinstance(event, WriteDone):
+                self._ended(event, now)
+            else:
+                self._fault(event)
 
     # ------------------------------------------------------------------ messages of decode
 
