@@ -198,9 +198,9 @@ def test_close_gives_everything_back_and_check_finds_what_is_not(pair: Pair) -> 
     source, target, peer = pair
     source.ask("write", peer=peer, runs=[[0, 0, MIB]], note="x")
     target.wait_for(is_note("x"))
+    assert source.ask("leak") != ""
     left = target.ask("close")
     assert left["shm"] == []
     assert [
         f for f in left["fds"] if f.startswith("socket:") or ("splitserve-" in f and "ucx-log" not in f)
     ] == []
-    assert source.ask("leak") != ""

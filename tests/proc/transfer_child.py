@@ -124,6 +124,7 @@ class Child:
 
     def do_leak(self) -> str:
         """Damage the books the way a bug would; what check says."""
+        self.still = True
         if self.transport.name == "nixl":
             self.transport._writes[10**9] = type("W", (), {"id": 10**9, "peer": "nobody"})  # type: ignore[attr-defined]
         else:
