@@ -83,7 +83,7 @@ class Builder:
         self.source = locate(self.config.model)
         self.cfg = read_config(self.source)
         self.dtype = dtype_of(self.config, self.cfg)
-        self.specs = registry.states(self.cfg, dtype=self.dtype)
+        self.specs = registry.states(self.cfg, dtype=self.dtype, kv=self.config.kv_dtype)
         self.layout = lay_out(self.specs, page_tokens=self.config.page_tokens, rank=start.rank, size=start.tp)
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
 

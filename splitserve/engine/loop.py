@@ -61,8 +61,7 @@ class Loop:
     def run(self) -> None:
         """Until the server is gone or `stop` is called."""
         while not self._stopping:
-            if not self.turn():
-                self._wait()
+            self._wait(idle=not self.turn())
 
     def stop(self) -> None:
         self._stopping = True
@@ -156,16 +155,18 @@ class Loop:
 
     # ------------------------------------------------------------------ waiting
 
-    def _wait(self) -> None:
-        """Sleep until a message, a peer or a deadline; briefly while a handoff is open."""
-        now = self._clock()
-        timeout = IDLE_S
-        deadline = self._scheduler.next_deadline()
-        if deadline is not None:
-            timeout = min(timeout, deadline - now)
-        if self._transfers:
-            timeout = min(timeout, self._transfers.patience(now, HANDOFF_POLL_S))
-        self._report_load(now, force=True)
-        if not self._waiting.wait(timeout, self._transfers.fds() if self._transfers else ()):
+    def _wait(self, *, idle: bool) -> None:
+        """Look whether the server lives; when idle, sleep until a message, a peer or a deadline first."""
+        if not self._waiting.wait(
+            self._patience() if idle else 0.0, self._transfers.fds() if self._transfers else ()
+        ):
             _log.info("the server has gone; leaving")
             self.stop()
+
+    def _patience(self) -> float:
+        """How long there may be nothing to do; short while a handoff is open."""
+        now = self._clock()
+        self._report_load(now, force=True)
+        deadline = self._scheduler.next_deadline()
+        patience = IDLE_S if deadline is None else min(IDLE_S, deadline - now)
+        return min(patience, self._transfers.patience(now, HANDOFF_POLL_S)) if self._transfers else patience
