@@ -46,6 +46,11 @@ class EngineConfig:
     dtype: str = _f(
         "auto", "weights and state: auto, f32, bf16 or f16", one_of=("auto", "f32", "bf16", "f16")
     )
+    kv_dtype: str = _f(
+        "auto",
+        "how state rows are kept: auto (as dtype), or fp8 (DeepSeek-V4's packed rows); equal on both sides of a split",
+        one_of=("auto", "fp8"),
+    )
     max_len: int = _f(0, "longest prompt + output; 0: what the model and the memory allow", low=0)
     max_seqs: int = _f(64, "most requests running at once", low=1)
     step_tokens: int = _f(256, "most tokens a step computes (chunk budget)", low=1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from splitserve.errors import WeightsError
+from splitserve.errors import ConfigError, WeightsError
 from splitserve.spec import StateSpec
 
 from .config import ModelConfig
@@ -34,10 +34,11 @@ class Family:
     states: Callable[..., list[StateSpec]]  # (cfg, *, dtype)
     module: str
     name: str  # class in the module: (cfg, tp, dtype, device)
+    packs: bool = False  # its states can be packed: `states` takes kv="fp8"
 
 
 _DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
-_DEEPSEEK_V4 = Family(deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4")
+_DEEPSEEK_V4 = Family(deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4", packs=True)
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), _DECODER)
 FAMILIES["deepseek_v4"] = _DEEPSEEK_V4
@@ -51,9 +52,19 @@ def family(cfg: ModelConfig) -> Family:
     return FAMILIES[cfg.arch]
 
 
-def states(cfg: ModelConfig, *, dtype: str) -> list[StateSpec]:
-    """What the model keeps, with numbers encoded as `dtype` (f32, bf16 or f16)."""
-    return family(cfg).states(cfg, dtype=dtype)
+def states(cfg: ModelConfig, *, dtype: str, kv: str = "auto") -> list[StateSpec]:
+    """What the model keeps, with numbers encoded as `dtype` (f32, bf16 or f16), or packed where `kv` is "fp8".
+
+    Raises ConfigError where the model has no packed rows.
+    """
+    chosen = family(cfg)
+    if kv == "auto":
+        return chosen.states(cfg, dtype=dtype)
+    if not chosen.packs:
+        raise ConfigError(
+            f"kv_dtype={kv!r}: {cfg.arch} has no packed rows", field="kv_dtype", fix="leave kv_dtype at auto"
+        )
+    return chosen.states(cfg, dtype=dtype, kv=kv)
 
 
 def build(cfg: ModelConfig, tp: Any, *, dtype: str, device: str = "cpu") -> Model:

@@ -127,3 +127,18 @@ def test_pages_hold_whole_windows() -> None:
 def test_an_unknown_row_encoding_is_named() -> None:
     with pytest.raises(ConfigError, match="fp4"):
         deepseek_v4_states(config(), dtype="bf16", kv="fp4")
+
+
+def test_packed_rows_are_another_encoding_and_only_where_a_model_has_them() -> None:
+    from splitserve.models import registry
+    from splitserve.models.config import ModelConfig
+
+    plain, packed = (
+        {(s.name, s.layer): s.encoding for s in registry.states(config(TINY), dtype="bf16", kv=kv)}
+        for kv in ("auto", "fp8")
+    )
+    differ = {name for name, _ in plain if any(plain[k] != packed[k] for k in plain if k[0] == name)}
+    assert differ == {"window", "c4", "index", "c128"}, "so that cards of the two refuse each other"
+    llama = ModelConfig("llama", 1, 8, 1, 1, 8, 8, 8, 8)
+    with pytest.raises(ConfigError, match="llama has no packed rows"):
+        registry.states(llama, dtype="bf16", kv="fp8")
