@@ -31,7 +31,9 @@ max_seqs = 16
 threads = 1
 allow_faults = true
 [prefill]
+tp = {tp[0]}
 [decode]
+tp = {tp[1]}
 [transfer]
 transport = "{transport}"
 deadline_s = {deadline_s}
@@ -54,12 +56,22 @@ def until(what: str, true: Callable[[], Any], *, within_s: float = 30.0) -> Any:
 class Deployment:
     """One deployment under a run directory of its own. `close` takes it down and checks that nothing is left."""
 
-    def __init__(self, model: Path, *, name: str = "t", transport: str = "nixl", deadline_s: float = 6.0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        name: str = "t",
+        transport: str = "nixl",
+        deadline_s: float = 6.0,
+        tp: tuple[int, int] = (1, 1),
+    ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ss-"))
         self.env = {**os.environ, "XDG_RUNTIME_DIR": str(self.home), "OMP_NUM_THREADS": "1"}
         self.name = name
         self.file = self.home / f"{name}.toml"
-        self.file.write_text(FILE.format(name=name, model=model, transport=transport, deadline_s=deadline_s))
+        self.file.write_text(
+            FILE.format(name=name, model=model, transport=transport, deadline_s=deadline_s, tp=tp)
+        )
 
     def run(self, *words: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -79,7 +91,9 @@ class Deployment:
     def url(self, name: str) -> str:
         return str(self.process(name)["url"])
 
-    def call(self, name: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0) -> Any:
+    def call(
+        self, name: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0
+    ) -> Any:
         """(status, JSON) of a GET, or of a POST where there is a body."""
         return call(self.url(name) + path, body, timeout_s=timeout_s)
 

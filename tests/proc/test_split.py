@@ -1,4 +1,4 @@
-"""The main job with real processes, real NIXL and a tiny model: split is unified, faults are caught, deaths are survived."""
+"""The main job with real processes, real NIXL and a tiny model: split is unified, faults caught, deaths survived."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_a_room_whose_other_half_never_comes_is_an_error_on_both_sides(pair: Dep
     lonely = {"bootstrap_host": "127.0.0.1", "bootstrap_port": door, "bootstrap_room": 4711}
     for name in ("prefill-0", "decode-0"):
         begun = time.monotonic()
-        status, answer = pair.generate(prompt(40, 2), 2, at=name, **lonely | {"bootstrap_room": 4711 + len(name)})
+        status, answer = pair.generate(
+            prompt(40, 2), 2, at=name, **lonely | {"bootstrap_room": 4711 + len(name)}
+        )
         assert status == 503, answer
         assert answer["error"]["code"] in ("deadline_exceeded", "transfer_failed", "peer_lost")
         assert time.monotonic() - begun < 15
