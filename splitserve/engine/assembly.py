@@ -241,6 +241,7 @@ class Builder:
             "role": self.config.role,
             "tp": self.start.tp,
             "dtype": self.dtype,
+            "kv_dtype": self.config.kv_dtype,
             "device": self.config.device,
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),

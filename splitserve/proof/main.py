@@ -199,7 +199,8 @@ class Proof:
 
 def _specs(facts: dict[str, Any]) -> list[StateSpec]:
     """What the model keeps, from its own files: not from anything that the transfer has computed."""
-    return registry.states(read_config(locate(Path(facts["model_path"]))), dtype=facts["dtype"])
+    cfg = read_config(locate(Path(facts["model_path"])))
+    return registry.states(cfg, dtype=facts["dtype"], kv=facts["kv_dtype"])
 
 
 def _joined(parts: Any) -> str:

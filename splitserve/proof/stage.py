@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 PROGRAM = (sys.executable, "-m", "splitserve")
 UP_S = 300.0
 STOP_S = 30.0
-SAME_FIELDS = ("dtype", "page_tokens", "step_tokens", "max_seqs")
+SAME_FIELDS = ("dtype", "kv_dtype", "page_tokens", "step_tokens", "max_seqs")
 """Of an engine's facts: equal on both sides, the same steps are computed, and answers can be equal to the bit."""
 
 
