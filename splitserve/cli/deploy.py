@@ -93,14 +93,16 @@ def status(args: argparse.Namespace) -> int:
 def logs(args: argparse.Namespace) -> int:
     """Print the last lines of the logs; with --follow go on until the deployment stops."""
     lines = int(_number(args.lines, "--lines"))
-    run_dir = _find(args.name, with_logs=True)
+    name, process = args.name, args.process
+    if name and not process and name not in names():
+        name, process = "", name  # `logs decode-0`, where only one deployment can be meant
+    run_dir = _find(name, with_logs=True)
     assert run_dir is not None
-    paths = [p for p in sorted(run_dir.logs.glob("*.log")) if args.process in ("", p.stem)]
+    have = sorted(run_dir.logs.glob("*.log"))
+    paths = [p for p in have if process in ("", p.stem)]
     if not paths:
-        have = ", ".join(p.stem for p in sorted(run_dir.logs.glob("*.log")))
-        raise RequestError(
-            f"{run_dir.name} has no process {args.process!r}", field="process", fix=f"one of {have}"
-        )
+        fix = f"one of {', '.join(p.stem for p in have)}"
+        raise RequestError(f"{run_dir.name} has no process {process!r}", field="process", fix=fix)
     followers = {p.stem: log_files.Follower(p) for p in paths}
     for path in paths:
         _print_log(args, path.stem, log_files.tail(path, lines))

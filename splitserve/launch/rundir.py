@@ -14,6 +14,7 @@ removes it. Starts nothing and talks to nobody.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -83,7 +84,7 @@ class RunDir:
         return self.logs / f"{process}.log"
 
     def acquire(self) -> None:
-        """Take the directory for this process's life, after cleaning what a dead supervisor left.
+        """Take the directory for this process's life, empty, after ending what a dead supervisor left.
 
         ConfigError where a supervisor of this name is running, or where the path is too long for a socket.
         """
@@ -92,11 +93,9 @@ class RunDir:
                 f"{self.control} is longer than the {_SOCKET_PATH_MAX} bytes a socket path may have",
                 fix="choose a shorter [deployment] name or XDG_RUNTIME_DIR",
             )
-        while self._lock is None:
-            _own(self.path)
-            self._lock = self._try_lock()
+        self._take()
         self._end_leftovers()
-        self._remove_contents()
+        self._remove_contents(keep_logs=False)
         self.logs.mkdir(mode=0o700)
 
     def running(self) -> bool:
@@ -115,28 +114,25 @@ class RunDir:
             os.close(fd)
 
     def clean(self) -> list[str]:
-        """Remove what a dead supervisor left; [] if one is running or nothing is there. Says what was ended."""
-        if not self.path.is_dir() or self.running():
+        """End and remove what a dead supervisor left, but for its logs. Says what was ended; [] if there was none."""
+        if not (self.path / "state.json").exists() or self.running():
             return []
         try:
-            self.acquire()
+            self._take()
         except ConfigError:  # one has just come up under this name
             return []
-        ended = self._ended
-        self.release()
-        return ended
+        self._end_leftovers()
+        self.release(keep_logs=True)
+        return self._ended
 
     def release(self, *, keep_logs: bool = False) -> None:
         """Remove the directory (but for the logs, if asked) and give the name back."""
         if self._lock is None:
             return
-        if keep_logs:
-            for entry in self.path.iterdir():
-                if entry.name not in ("logs", "lock"):
-                    _remove(entry)
-            (self.path / "lock").unlink(missing_ok=True)
-        else:
-            shutil.rmtree(self.path, ignore_errors=True)
+        self._remove_contents(keep_logs=keep_logs)
+        (self.path / "lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: logs are kept, or the next of this name is here already
+            self.path.rmdir()
         os.close(self._lock)
         self._lock = None
 
@@ -197,9 +193,15 @@ class RunDir:
         for _, who in [*left, *ranks]:
             who.wait_gone(5.0)
 
-    def _remove_contents(self) -> None:
+    def _take(self) -> None:
+        """Make the directory if need be and lock it. ConfigError where a supervisor holds it."""
+        while self._lock is None:
+            _own(self.path)
+            self._lock = self._try_lock()
+
+    def _remove_contents(self, *, keep_logs: bool) -> None:
         for entry in self.path.iterdir():
-            if entry.name != "lock":
+            if entry.name != "lock" and not (keep_logs and entry.name == "logs"):
                 _remove(entry)
 
 

@@ -66,7 +66,8 @@ def test_what_a_killed_supervisor_left_is_ended_and_removed(where: Path):
         os.close(run._lock)  # as the kernel does when the supervisor is killed
         assert RunDir("d", where=where).clean() == [f"decode-0 (pid {child.pid})"]
         assert child.wait(5) == -signal.SIGKILL
-        assert names(where) == []
+        assert [p.name for p in run.path.iterdir()] == ["logs"]
+        assert RunDir("d", where=where).clean() == []
 
 
 def test_a_reused_pid_is_left_alone(where: Path):

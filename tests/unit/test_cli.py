@@ -1,0 +1,201 @@
+"""The command line: exit codes, the form of errors, and flags that are the config's fields there and back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve import __version__, cli
+from splitserve.cli import flags, parser
+from splitserve.config import EngineConfig, RouterConfig, ServerConfig, TransferConfig
+from splitserve.errors import ConfigError, InvariantError, Overloaded
+from splitserve.launch.commands import fill, to_flags
+
+BUG = "this is a bug; SPLITSERVE_DEBUG=1 shows where"
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("SPLITSERVE_DEBUG", raising=False)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make `splitserve version` raise."""
+
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("splitserve.cli.machine.version", run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "stderr"),
+    [
+        (ConfigError("tp is 0", fix="set tp"), 2, "error: tp is 0\nfix: set tp\n"),
+        (Overloaded("no room"), 1, "error: no room\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (
+            ZeroDivisionError("x"),
+            1,
+            "error: ZeroDivisionError: x\nfix: this is a bug; SPLITSERVE_DEBUG=1 shows where\n",
+        ),
+    ],
+)
+def test_errors_are_lines_with_honest_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    stderr: str,
+):
+    failing(monkeypatch, error)
+    assert cli.main(["version"]) == code
+    assert capsys.readouterr() == ("", stderr)
+
+
+def test_debug_shows_the_traceback_instead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPLITSERVE_DEBUG", "1")
+    for error in (ConfigError("x"), ZeroDivisionError("x")):
+        failing(monkeypatch, error)
+        with pytest.raises(type(error)):
+            cli.main(["version"])
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "fix"),
+    [
+        (["sevre"], "no command 'sevre'", "did you mean `splitserve serve`?"),
+        (["qqq"], "no command 'qqq'", "commands are: up, down"),
+        ([], "required", "splitserve --help"),
+        (["up"], "required: FILE", "splitserve up --help"),
+        (["up", "x.toml", "--detahc"], "unrecognized arguments: --detahc", "--help"),
+        (["up", "no.toml"], "no deployment file no.toml", None),
+        (["serve", "m", "--tp", "two"], "flag --tp: [engine] tp must be int, not 'two'", None),
+        (["serve", "m", "--tp", "0"], "flag --tp: [engine] tp is 0, must be at least 1", None),
+        (["serve", "m", "--dtype", "f61"], "flag --dtype: [engine] dtype is 'f61'", "did you mean 'f16'?"),
+        (["router", "--policy", "robin"], "flag --policy: [router] policy is 'robin'", "round_robin"),
+        (
+            ["router", "--prefill", "http://h:1,x", "--decode", "http://h:2"],
+            "'x' in 'http://h:1,x' is no",
+            None,
+        ),
+        (["logs", "--lines", "many"], "--lines many: not a number", None),
+    ],
+)
+def test_wrong_words_exit_with_2_and_a_fix(
+    capsys: pytest.CaptureFixture[str], words: list[str], error: str, fix: str | None
+):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert error in err
+    assert "Traceback" not in err
+    if fix:
+        assert fix in err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([c, "--help"] for c in parser._COMMANDS)])
+def test_help_and_version_exit_with_0(capsys: pytest.CaptureFixture[str], words: list[str]):
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "code"),
+    [
+        (["topology", "--json"], "cores", 0),
+        (["version", "--json"], "splitserve", 0),
+        (["status", "--json"], "deployments", 1),
+        (["down", "--json"], "stopped", 0),
+    ],
+)
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str], words: list[str], key: str, code: int):
+    assert cli.main(words) == code
+    assert key in json.loads(capsys.readouterr().out)
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]):
+    code = cli.main(["doctor", "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert code == (0 if body["ok"] else 1)
+    by = {f["subject"]: f for f in body["findings"]}
+    assert by["python"]["ok"]
+    assert sys.executable in by["python"]["text"]
+    assert all(f["fix"] for f in body["findings"] if not f["ok"])
+
+
+def test_dry_run_prints_placement_and_commands(capsys: pytest.CaptureFixture[str]):
+    file = Path(__file__).parents[2] / "deploy" / "demo.toml"
+    assert cli.main(["up", str(file), "--dry-run", "--set", "decode.max_seqs=7"]) == 0
+    out = capsys.readouterr().out
+    assert "flag --set decode.max_seqs=7" in out
+    assert "splitserve serve smollm2-135m --role prefill" in out
+    assert "--max-seqs 7" in out
+    assert cli.main(["up", str(file), "--dry-run", "--json"]) == 0
+    assert [p["name"] for p in json.loads(capsys.readouterr().out)["processes"]] == [
+        "prefill-0",
+        "decode-0",
+        "router",
+    ]
+
+
+def test_version():
+    assert __version__.count(".") == 2
+
+
+def configs(cls: type) -> st.SearchStrategy[Any]:
+    """Any valid config of a class, each field by its type and range."""
+    hints = typing.get_type_hints(cls)
+    word = st.text("abcxyz/._-=:0123456789", min_size=1, max_size=12).filter(lambda w: not w.startswith("-"))
+
+    def values(f: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
+        low, high, one_of = f.metadata["low"], f.metadata["high"], f.metadata["one_of"]
+        if one_of:
+            return st.sampled_from(one_of)
+        match hints[f.name]:
+            case t if t is bool:
+                return st.booleans()
+            case t if t is int:
+                return st.integers(int(low or 0), int(high or 10**6))
+            case t if t is float:
+                return st.floats(low or 0, high or 1e6, allow_nan=False)
+            case t if t == tuple[int, ...]:
+                return st.lists(st.integers(0, 500), max_size=5).map(tuple)
+            case t if t == tuple[str, ...]:
+                return st.lists(word, min_size=1, max_size=3).map(tuple)
+            case _:
+                return word
+
+    return st.builds(cls, **{f.name: values(f) for f in dataclasses.fields(cls)})
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, TransferConfig, ServerConfig, RouterConfig])
+def test_every_setting_survives_the_way_through_flags(cls: type):
+    @settings(max_examples=60)
+    @given(configs(cls))
+    def there_and_back(config: Any) -> None:
+        p = argparse.ArgumentParser()
+        flags.add(p, cls, "x")
+        assert flags.read(p.parse_args(to_flags(config)), cls, "test") == config
+
+    there_and_back()
+
+
+def test_a_mark_without_a_port_is_a_bug():
+    assert fill(("a", "{router.http}"), {"router.http": 1}) == ("a", "1")
+    with pytest.raises(InvariantError, match="no port chosen"):
+        fill(("{router.http}",), {})
