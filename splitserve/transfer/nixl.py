@@ -42,8 +42,8 @@ _log = log.get(__name__)
 LOG_NAME = "splitserve-ucx-log"
 
 SETTLED_POLLS = 64
-"""Polls with nothing left from a dead peer before we believe it: empties UCX's shared-memory queues (256 entries,
-at least 16 a poll) four times over; takes about 30 ms at the engine's poll interval."""
+"""Polls after a peer's death before we believe that nothing is left of it: empties UCX's shared-memory queues (256
+entries, at least 16 a poll) four times over; takes about 30 ms at the engine's poll interval."""
 
 QUIET: Mapping[str, str] = {
     "UCX_LOG_LEVEL": "info",  # endpoint configurations are logged at this level
@@ -83,7 +83,7 @@ class NixlTransport:
         self._slabs: Any = None
         self._memory = "DRAM"
         self._next_id = 0
-        self._quiet: dict[str, int] = {}  # dead peer -> polls with nothing left of it
+        self._quiet: dict[str, int] = {}  # dead peer -> polls since its death
         self._agent: Any = None
         with _environment({**QUIET, **_ucx(config.ucx)}), _log_file(), _affinity():
             self._agent, self._errors = _start(agent_name, config)
@@ -212,13 +212,13 @@ class NixlTransport:
     # ------------------------------------------------------------------ the rest
 
     def settled(self, card: Card) -> bool:
-        """See sockets.py: over TCP a dead peer's bytes land when we poll."""
+        """See sockets.py: over TCP a dead peer's bytes land when we poll. Reads /proc, so not at every poll."""
         name = card.agent_name
-        if unfinished():
-            self._quiet[name] = 0
-            return False
         polls = self._quiet.setdefault(name, 0)
         if polls < SETTLED_POLLS:
+            return False
+        if unfinished():
+            self._quiet[name] = SETTLED_POLLS // 2
             return False
         del self._quiet[name]
         return True

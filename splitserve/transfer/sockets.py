@@ -17,14 +17,19 @@ import os
 import socket
 import struct
 import termios
+from dataclasses import dataclass
 from pathlib import Path
 
 ESTABLISHED = 1  # linux/tcp_states.h
 LISTEN = 10
 _NOT_YET = (2, 3)  # SYN_SENT, SYN_RECV: nothing can have come
 
-Ends = tuple[str, str]
-"""A connection as /proc/net/tcp writes it: (local address:port, remote address:port), in hexadecimal."""
+
+@dataclass(frozen=True)
+class _Socket:
+    state: int
+    unread: int
+    far: str  # the other end as /proc/net/tcp would list it: "its address:port our address:port", hexadecimal
 
 
 def unfinished() -> int:
@@ -34,31 +39,30 @@ def unfinished() -> int:
     this network namespace and belongs to no process any more: its kernel side is still sending.
     """
     ours = [s for s in map(_describe, _socket_fds()) if s is not None]
-    owners = _owners() if any(state == ESTABLISHED for state, _, _ in ours) else {}
-    count = 0
-    for state, unread, inode in ours:
-        if state == ESTABLISHED:
-            ends = next((e for e, i in owners.items() if i == inode), None)
-            count += ends is not None and owners.get((ends[1], ends[0])) == 0
-        elif state != LISTEN and state not in _NOT_YET:
-            count += unread > 0
-    return count
+    table = _connections() if any(s.state == ESTABLISHED for s in ours) else ""
+    return sum(_may_deliver(s, table) for s in ours)
 
 
-def _socket_fds() -> list[tuple[int, int]]:
-    """(descriptor, inode) of every socket of this process."""
+def _may_deliver(ours: _Socket, table: str) -> bool:
+    if ours.state == ESTABLISHED:
+        at = table.find(ours.far)
+        # state, queues, timer, retransmits, uid, timeout, inode: 0 where no process owns the socket
+        return at >= 0 and table[at + len(ours.far) :].split(None, 7)[6] == "0"
+    return ours.state != LISTEN and ours.state not in _NOT_YET and ours.unread > 0
+
+
+def _socket_fds() -> list[int]:
+    """Descriptors of every socket of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, such as the listing's own
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                found.append((int(name), int(target[8:-1])))
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
     return found
 
 
-def _describe(fd_inode: tuple[int, int]) -> tuple[int, int, int] | None:
-    """(TCP state, unread bytes, inode), or None where it is no TCP socket."""
-    fd, inode = fd_inode
+def _describe(fd: int) -> _Socket | None:
+    """None where it is no TCP socket."""
     try:
         view = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -68,20 +72,27 @@ def _describe(fd_inode: tuple[int, int]) -> tuple[int, int, int] | None:
             return None
         try:
             state = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-            unread = 0
-            if state != LISTEN:
-                (unread,) = struct.unpack("i", fcntl.ioctl(view, termios.FIONREAD, b"\0" * 4))
-        except OSError:
+            if state == LISTEN:
+                return _Socket(state, 0, "")
+            (unread,) = struct.unpack("i", fcntl.ioctl(view, termios.FIONREAD, b"\0" * 4))
+            far = f"{_end(view.getpeername())} {_end(view.getsockname())}" if state == ESTABLISHED else ""
+        except OSError:  # not connected any more
             return None
-    return state, unread, inode
+    return _Socket(state, unread, far)
 
 
-def _owners() -> dict[Ends, int]:
-    """Every TCP connection of this network namespace -> inode of its socket; 0 where no process owns it any more."""
-    owners = {}
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError):  # no IPv6 here
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                owners[fields[1], fields[2]] = int(fields[9])
-    return owners
+def _end(address: tuple[str, int]) -> str:
+    """As in /proc/net/tcp: the address as 32-bit words in the host's byte order, then the port."""
+    host, port = address[:2]
+    raw = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    words = struct.unpack(f"={len(raw) // 4}I", raw)
+    return "".join(f"{w:08X}" for w in words) + f":{port:04X}"
+
+
+def _connections() -> str:
+    """Every TCP connection of this network namespace, one a line."""
+    return "".join(
+        Path(f"/proc/self/net/{t}").read_text()
+        for t in ("tcp", "tcp6")
+        if os.path.exists(f"/proc/self/net/{t}")
+    )
