@@ -130,9 +130,11 @@ def make(name: str, *, agent_name: str, config: TransferConfig) -> Transport:
     if name == "local":
         from splitserve.transfer.local import LocalTransport
 
-        return LocalTransport(agent_name)
+        local: Transport = LocalTransport(agent_name)
+        return local
     if name == "nixl":
         from splitserve.transfer.nixl import NixlTransport
 
-        return NixlTransport(agent_name, config)
+        nixl: Transport = NixlTransport(agent_name, config)
+        return nixl
     raise ConfigError(f"transport is {name!r}", field="transport", fix="one of nixl, local")
