@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 QUESTION = "What is the capital of France?"
 
@@ -40,4 +40,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except APIError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)

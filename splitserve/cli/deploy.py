@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from splitserve.cli import complain, report
 from splitserve.errors import ConfigError, PeerLost, RequestError
-from splitserve.launch import control, placement, topology
+from splitserve.launch import control, placement, probe, topology
 from splitserve.launch import logs as log_files
 from splitserve.launch.commands import fill
 from splitserve.launch.deployment import Deployment, load
@@ -261,19 +262,28 @@ def _find(name: str, *, with_logs: bool = False, missing_ok: bool = False) -> Ru
 
 
 def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """What is up, and a line for each process of a dead supervisor that had to be ended."""
+    """What runs, with "ready" as its router says, and a line for each process of a dead supervisor that was ended."""
     states, ended = [], []
     for each in [name] if name else names():
         run_dir = RunDir(each)
         ended += [f"{each}: its supervisor had died; ended {gone}" for gone in run_dir.clean()]
-        if run_dir.running():
+        if not run_dir.running():
+            continue
+        try:
             states.append(_state_of(run_dir))
+        except (
+            PeerLost
+        ):  # just starting or just stopping, or stopped by a debugger: what it wrote last must do
+            states += [state for state in [run_dir.read_state()] if state]
+    for state in states:
+        at = urlsplit(state["url"])
+        state["ready"] = asyncio.run(probe.ready(str(at.hostname), at.port or 80))
     return states, ended
 
 
 def _all_ready(states: list[dict[str, Any]]) -> bool:
     ready = all(p["phase"] == "ready" for s in states for p in s["processes"])
-    return bool(states) and ready and all(s["overall"] == "up" for s in states)
+    return bool(states) and ready and all(s["ready"] and s["overall"] == "up" for s in states)
 
 
 def _state_of(run_dir: RunDir) -> dict[str, Any]:

@@ -131,7 +131,9 @@ class RunDir:
             return
         self._remove_contents(keep_logs=keep_logs)
         (self.path / "lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: logs are kept, or the next of this name is here already
+        with contextlib.suppress(
+            OSError
+        ):  # not empty: logs are kept, or the next of this name is here already
             self.path.rmdir()
         os.close(self._lock)
         self._lock = None

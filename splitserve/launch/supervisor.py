@@ -36,6 +36,7 @@ from splitserve.launch.lifecycle import (
     Lifecycle,
     Line,
     Overall,
+    Phase,
     Probe,
     Probed,
     Restart,
@@ -56,6 +57,10 @@ ORPHAN_S = 2.0
 """How long ranks may take to leave when their server has died; a stopped one never does."""
 ORPHAN_PAUSE_S = 0.02
 TAIL_LINES = 20
+
+
+_ALIVE = (Phase.STARTING, Phase.READY, Phase.STOPPING)
+"""Phases of a child that the lifecycle believes to be there: it is told of an end when the ranks are gone too."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +316,7 @@ class Supervisor:
         return {
             "name": name,
             "role": spec.role,
-            "phase": str(child.phase),
+            "phase": "dying" if running and not here and child.phase in _ALIVE else str(child.phase),
             "loading": child.loading,
             "done": child.done,
             "pid": running.pid if running and here else None,
