@@ -16,7 +16,7 @@ from splitserve.net.client import MAX_QUEUED, Client
 from splitserve.net.http import Request, Responder, serve
 from splitserve.net.request import RawHeaders
 from splitserve.net.sse import DONE, SseParser, event
-from splitserve.net.upstream import Lost, Origin, request_bytes, split_url
+from splitserve.net.upstream import Lost, Origin, Upstream, request_bytes, split_url
 from tests.wire_http import go, until
 
 Serving = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -316,6 +316,33 @@ def test_a_slow_reader_holds_the_server_back() -> None:
             assert sent < MAX_QUEUED + (20 << 20)  # ours and the kernel's, not 40 MB
             assert len(await stream.read()) == 40_000_000
         await server.close()
+
+    go(run())
+
+
+def test_a_connection_paused_by_its_last_piece_is_not_stuck() -> None:
+    class Pausing:
+        ended = 0
+        upstream: Upstream | None = None
+
+        def on_head(self, status: int, headers: RawHeaders) -> None: ...
+        def on_lost(self, lost: Lost) -> None: ...
+
+        def on_body(self, piece: bytes) -> None:
+            assert self.upstream is not None
+            self.upstream.pause_reading()  # whoever reads behind us is full
+
+        def on_end(self) -> None:
+            self.ended += 1
+
+    async def run() -> None:
+        async with raw_server(replies(OK, OK, OK)) as url, Client() as client:
+            first = Pausing()
+            first.upstream = await client.send("GET", url, first)
+            await until(lambda: first.ended == 1)
+            assert (await client.request("GET", url, timeout_s=2)).body == b"ok"
+            (pool,) = client._pools.values()
+            assert pool.num_open == 1
 
     go(run())
 

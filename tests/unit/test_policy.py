@@ -272,6 +272,15 @@ def test_seen_prefixes_forget_the_oldest_first() -> None:
     assert seen.depths(chain(bytes([0]) * BLOCK * 4), [member]) == [0]
 
 
+def test_a_beginning_that_is_gone_hides_what_came_after_it() -> None:
+    one, other = make_fleet(2, 1), SeenPrefixes()
+    first, second = one.get("prefill-0"), one.get("prefill-1")
+    hashes = chain(bytes(range(4)) * BLOCK)
+    other.saw(hashes, [first])
+    other.saw(hashes[2:], [second])  # its first blocks were forgotten
+    assert other.depths(hashes, [first, second]) == [4, 0]
+
+
 @given(a=st.binary(max_size=3000), b=st.binary(max_size=3000))
 def test_chains_agree_as_far_as_the_texts_do(a: bytes, b: bytes) -> None:
     common = 0
