@@ -206,6 +206,11 @@ def test_filters_keep_exactly(kwargs: dict[str, Any], stay: set[int]) -> None:
     assert seen(LADDER, **kwargs) == stay
 
 
+def test_top_p_that_is_met_exactly_keeps_no_more() -> None:
+    """Two of four equal tokens are exactly half of the mass."""
+    assert seen(torch.zeros(1, 4), top_p=0.5) == {0, 1}
+
+
 def test_top_k_of_a_tie_keeps_k_of_the_lowest_ids() -> None:
     assert seen(torch.zeros(1, 10), top_k=3) == {0, 1, 2}
 
