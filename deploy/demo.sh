@@ -14,7 +14,7 @@ show() { printf '\033[36m$ %s\033[0m\n' "$*" && "$@"; }
 
 # Everything that the demonstration started carries its run directory in the environment.
 processes() { grep -lzs "^XDG_RUNTIME_DIR=$home\$" /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx -e $$ -e $BASHPID || true; }
-ours() { for pid in $(processes); do tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep splitserve || true; done; }
+ours() { for pid in $(processes); do { tr '\0' ' ' <"/proc/$pid/cmdline"; } 2>/dev/null | grep splitserve || true; done; }
 
 finish() {
 	local code=$?

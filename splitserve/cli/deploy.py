@@ -80,11 +80,9 @@ def status(args: argparse.Namespace) -> int:
         states = _states(args.name)[0]
     for state in states:
         age = _duration(time.time() - state["since"])
-        lines += [
-            f"{state['name']}: {state['overall']}, started {age} ago, {state['url']}",
-            *report.table(state),
-            "",
-        ]
+        answers = "ready" if state["ready"] else "not ready (no token comes through a pair)"
+        lines.append(f"{state['name']}: {state['overall']} and {answers}, started {age} ago, {state['url']}")
+        lines += [*report.table(state), ""]
     if not states:
         lines.append(f"nothing is up{f' under the name {args.name}' if args.name else ''}")
     _print(args, {"deployments": states}, lines)
