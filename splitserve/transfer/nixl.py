@@ -142,7 +142,7 @@ class NixlTransport:
         busy = {w.peer for w in self._writes.values()}
         for name in [n for n, p in self._peers.items() if p.leaving and n not in busy]:
             del self._peers[name]
-            with contextlib.suppress(self._errors):  # it has gone by itself
+            with contextlib.suppress(*self._errors):  # it has gone by itself
                 self._agent.remove_remote_agent(name)
 
     # ------------------------------------------------------------------ writing
@@ -239,15 +239,15 @@ class NixlTransport:
         if self._agent is None:
             return
         for write in list(self._writes.values()):
-            with contextlib.suppress(self._errors):  # the agent's end takes what is left
+            with contextlib.suppress(*self._errors):  # the agent's end takes what is left
                 write.handle.release()
         self._writes.clear()
         for name in list(self._peers):
-            with contextlib.suppress(self._errors):
+            with contextlib.suppress(*self._errors):
                 self._agent.remove_remote_agent(name)
         self._peers.clear()
         if self._slabs is not None:
-            with contextlib.suppress(self._errors):
+            with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(self._slabs)
             self._slabs = None
         self._agent = None

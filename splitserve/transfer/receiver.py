@@ -16,7 +16,6 @@ Nothing here blocks and no clock is read.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -52,7 +51,7 @@ from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import Dead, Fence, Silent, Watch
 from splitserve.transfer.port import PortGroup, links_between, owed_bytes
 from splitserve.transfer.rendezvous import Dial
-from splitserve.transfer.rooms import MAX_RECORDS, Coming, Door, door_name
+from splitserve.transfer.rooms import MAX_RECORDS, UNKNOWN_ENGINE, Coming, Contact, Door, door_name
 from splitserve.wire import PROTOCOL, Accepted, Cancel, Card, Drained, HandoffFailed, Offer, Ping, Pong, Room
 
 _log = log.get(__name__)
@@ -62,20 +61,6 @@ MAX_REMEMBERED = 10_000
 """Ids of rooms that are over: using one again is the client's error."""
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads room numbers evenly, for sampling
-
-
-@dataclass
-class _Contact:
-    """One door and who is behind it. Before the first Pong the door itself is watched for silence."""
-
-    door: Door
-    engine: str = ""
-    told: bool = False  # this engine has our cards
-    ping_at: float = 0.0
-
-    @property
-    def watched(self) -> str:
-        return self.engine or door_name(self.door)
 
 
 class Receiver:
@@ -91,7 +76,7 @@ class Receiver:
         self._config = config
         self._dial = Dial(allow_hosts=config.allow_hosts)
         self._watch = Watch(silence_s=config.silence_s, fence=fence)
-        self._contacts: dict[Door, _Contact] = {}
+        self._contacts: dict[Door, Contact] = {}
         self._sources: dict[str, tuple[Card, ...]] = {}  # prefill engine -> its cards
         self._links: dict[str, dict[Pair, Link]] = {}  # prefill engine -> what its ranks owe ours
         self._settling: dict[str, set[int]] = {}  # dead engine -> ranks of ours that have not settled
@@ -140,7 +125,7 @@ class Receiver:
         while len(self._used) > MAX_REMEMBERED:
             self._used.popitem(last=False)
         entry = self._rooms[room.id] = Coming(room.id, door, table, num_tokens, start, units, opened=now)
-        contact = self._contacts.setdefault(door, _Contact(door))
+        contact = self._contacts.setdefault(door, Contact(door))
         if not contact.engine:
             self._watch.add(contact.watched, ())
             self._watch.stake(contact.watched, True)
@@ -180,13 +165,20 @@ class Receiver:
 
     def work(self, now: float) -> None:
         """The part of `poll` that is safe, and due, in the middle of a step: show prefill that we live."""
-        for contact in self._contacts.values():
-            if now >= contact.ping_at and any(r.door == contact.door for r in self._rooms.values()):
+        wanted = {r.door for r in self._rooms.values()}
+        for door, contact in list(self._contacts.items()):
+            if door in wanted and now >= contact.ping_at:
                 self._ping(contact, now)
+            elif (
+                door not in wanted and not contact.engine
+            ):  # it never answered, and nobody waits for it any more
+                self._dial.hang_up(door)
+                self._watch.remove(contact.watched)
+                del self._contacts[door]
 
     # ------------------------------------------------------------------ messages of prefill
 
-    def _hear(self, contact: _Contact, message: wire.ToDecode, now: float) -> None:
+    def _hear(self, contact: Contact, message: wire.ToDecode, now: float) -> None:
         self._watch.heard(contact.watched)
         if isinstance(message, Pong):
             self._met(contact, message, now)
@@ -198,7 +190,7 @@ class Receiver:
         match message:
             case Accepted(generation=generation):
                 self._accepted(entry, generation, now)
-            case HandoffFailed(code="unknown_engine") if not entry.offered_again:
+            case HandoffFailed(code=code) if code == UNKNOWN_ENGINE and not entry.offered_again:
                 entry.offered_again = True
                 contact.told = False
                 self._act(entry, entry.table.offer(), now)
@@ -207,7 +199,7 @@ class Receiver:
             case Drained(generation=generation):
                 self._act(entry, entry.table.drained(generation, now=now), now)
 
-    def _met(self, contact: _Contact, pong: Pong, now: float) -> None:
+    def _met(self, contact: Contact, pong: Pong, now: float) -> None:
         """Somebody answers at this door: the one we know, the first one, or the successor of one that is gone."""
         if not pong.cards or contact.engine == pong.engine:
             return
@@ -226,7 +218,7 @@ class Receiver:
         for entry in [r for r in self._rooms.values() if r.door == contact.door and r.table.state is Rx.OPEN]:
             self._offer(entry, contact, now)
 
-    def _offer(self, entry: Coming, contact: _Contact, now: float) -> None:
+    def _offer(self, entry: Coming, contact: Contact, now: float) -> None:
         """Make the rows known to the process behind the door."""
         number = self._handoffs_of.get(contact.engine, 0)
         self._handoffs_of[contact.engine] = number + 1
@@ -268,7 +260,7 @@ class Receiver:
             if life.engine in entry.watched:
                 self._act(entry, entry.table.silent(error, now=now), now)
 
-    def _hang_up(self, contact: _Contact) -> None:
+    def _hang_up(self, contact: Contact) -> None:
         """Nothing more is sent to a door whose process is dead; a successor is met anew."""
         self._dial.hang_up(contact.door)
         contact.engine, contact.told, contact.ping_at = "", False, 0.0
@@ -290,7 +282,7 @@ class Receiver:
         self._links.pop(event.engine, None)
         self._handoffs_of.pop(event.engine, None)
 
-    def _fail_waiting(self, contact: _Contact, error: SplitserveError, now: float) -> None:
+    def _fail_waiting(self, contact: Contact, error: SplitserveError, now: float) -> None:
         for entry in [r for r in self._rooms.values() if r.door == contact.door and r.table.state is Rx.OPEN]:
             self._act(entry, entry.table.fail(error, now=now), now)
 
@@ -373,7 +365,7 @@ class Receiver:
             retriable = isinstance(error, TransferError | PeerLost)
             self._events.append(ReceiveFailed(entry.id, retriable, error.code, error.status, error.message))
 
-    def _ping(self, contact: _Contact, now: float) -> None:
+    def _ping(self, contact: Contact, now: float) -> None:
         contact.ping_at = now + self._config.silence_s / PINGS_PER_SILENCE
         self._dial.send(contact.door, Ping(now, self._ports.engine))
 

@@ -22,7 +22,11 @@ from splitserve.wire import FirstToken, Offer
 MAX_RECORDS = 512
 """Of the last handoffs, on each side."""
 
+UNKNOWN_ENGINE = "unknown_engine"
+"""HandoffFailed.code that asks decode to offer again, with its cards."""
+
 Door = tuple[str, int]
+"""(host, port) of a rendezvous."""
 
 
 @dataclass
@@ -136,6 +140,20 @@ class Coming:
             "notes": self.notes,
             "ended": now,
         }
+
+
+@dataclass
+class Contact:
+    """One door, and which prefill engine is behind it. Before its first Pong the door itself is watched for silence."""
+
+    door: Door
+    engine: str = ""
+    told: bool = False  # this engine has our cards
+    ping_at: float = 0.0
+
+    @property
+    def watched(self) -> str:
+        return self.engine or door_name(self.door)
 
 
 def door_name(door: Door) -> str:

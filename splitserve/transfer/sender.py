@@ -45,7 +45,7 @@ from splitserve.transfer.liveness import Dead, Fence, Silent, Watch
 from splitserve.transfer.outgoing import Outgoing
 from splitserve.transfer.port import PortGroup
 from splitserve.transfer.rendezvous import Rendezvous
-from splitserve.transfer.rooms import MAX_RECORDS, HeldChunk, Leaving
+from splitserve.transfer.rooms import MAX_RECORDS, UNKNOWN_ENGINE, HeldChunk, Leaving
 from splitserve.wire import (
     PROTOCOL,
     Accepted,
@@ -63,9 +63,6 @@ MAX_EXPECTED = 4_096
 
 MAX_REMEMBERED = 10_000
 """Rooms that are over and still answer late messages. Then an offer is held for its lease and a Cancel is drained."""
-
-UNKNOWN_ENGINE = "unknown_engine"
-"""HandoffFailed.code that asks decode to offer again, with its cards."""
 
 
 class Sender:
@@ -256,15 +253,16 @@ class Sender:
 
     def _fault(self, fault: PortFault) -> None:
         """A connection could not be made or was lost: meet again at the next offer. Its writes report themselves."""
-        if fault.engine in self._met:
-            self._met.discard(fault.engine)
-            self._ports.post(Part(fault.engine))
+        self._leave(fault.engine)
 
     def _part(self, entry: Leaving) -> None:
         assert entry.offer is not None
         engine = entry.offer.engine
         if engine in self._engines:
             self._untrusted.add(engine)
+        self._leave(engine)
+
+    def _leave(self, engine: str) -> None:
         if engine in self._met:
             self._met.discard(engine)
             self._ports.post(Part(engine))
@@ -277,8 +275,7 @@ class Sender:
             return
         for entry in rooms:
             self._act(entry, entry.table.dead(PeerLost("the decode engine has died")), now)
-        self._met.discard(life.engine)
-        self._ports.post(Part(life.engine))
+        self._leave(life.engine)
         self._watch.remove(life.engine)
         self._engines.pop(life.engine, None)
         self._untrusted.discard(life.engine)
@@ -424,12 +421,14 @@ class Sender:
         by_state = {f"send_{s}": 0.0 for s in Tx if s not in TX_FINAL and s is not Tx.NEW}
         for entry in self._rooms.values():
             by_state[f"send_{entry.table.state}"] += 1
-        counts = {**self._counts, "send_late": self._counts["send_late"] + self._num_late()}
-        garbage = {
+        late = sum(r.table.num_late for r in (*self._rooms.values(), *self._over.values()))
+        return {
+            **self._counts,
+            **by_state,
+            "send_late": self._counts["send_late"] + late,
             "rendezvous_garbage": float(self._door.num_garbage),
             "fenced_decodes": float(self._watch.num_fenced),
         }
-        return {**counts, **by_state, **garbage}
 
     def close(self) -> None:
         self._watch.close()
@@ -448,9 +447,6 @@ class Sender:
         for room in self._owned - set(self._rooms):
             if Released(room) not in self._events:
                 raise InvariantError(f"room {room} was never released")
-
-    def _num_late(self) -> int:
-        return sum(r.table.num_late for r in (*self._rooms.values(), *self._over.values()))
 
 
 def _disagree(room: int, here: int, there: int) -> ProtocolError:

@@ -4,20 +4,17 @@
              ◀── (in order) to_tx ◀──                 stray    broken ones, and a dead sender's: may still land
              ──▶ notes (in any order, some twice) ─▶
 
-A World is one moment. `moves` lists what may happen next; `go` makes it happen in a copy and asserts what must hold.
-Time is one more thing that happens: deadlines, silences and repeats are moves. Where nothing was lost, broken, stopped
-or never asked for, the two must end without them: a handoff that needs a time-out to end is stuck.
+A World is one moment. handoff_moves.py lists what may happen next; `go` makes it happen in a copy and asserts what must
+hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from splitserve.errors import PeerLost, RequestError, TransferError
-from splitserve.transfer.handoff import RECEIVER, RX_FINAL, SENDER, TX_FINAL, Action, Rx, Tx
+from splitserve.transfer.handoff import RX_FINAL, TX_FINAL, Action, Rx, Tx
 from splitserve.transfer.incoming import Incoming
 from splitserve.transfer.outgoing import Outgoing
 from splitserve.wire import FirstToken, Note
@@ -138,115 +135,9 @@ class World:
         rx.ledger._digests = dict(rx.ledger._digests)
         return w
 
-    # ------------------------------------------------------------------ what may happen
-
-    def moves(self) -> list[tuple[str, object]]:
-        """Everything that can happen now. Time passes on its own only when nothing else can happen."""
-        found = [*self._messages(), *self._engines(), *self._hardware(), *self._misfortunes()]
-        if not found or self.left.time:
-            found += self._time()
-        return found
-
     def runs(self, who: str) -> bool:
         """Whether a side is alive and not stopped."""
         return (self.tx_alive if who == "tx" else self.rx_alive) and who not in self.stopped
-
-    def _messages(self) -> Iterator[tuple[str, object]]:
-        if self.to_tx and self.runs("tx"):
-            yield "deliver to tx", None
-        if self.to_rx and self.runs("rx"):
-            yield "deliver to rx", None
-        for note in self.notes if self.runs("rx") else ():
-            yield "note", note
-
-    def _engines(self) -> Iterator[tuple[str, object]]:
-        tx, rx = self.tx, self.rx
-        if (
-            self.runs("tx")
-            and not self.tx_holds
-            and "requested" not in self.tx_told
-            and not self.left.no_request
-        ):
-            yield "request", None
-        computes = tx.num_chunks < self.left.chunks and tx.state in (Tx.HOLDING, Tx.SENDING)
-        if self.runs("tx") and self.tx_holds and computes:
-            yield "computed", None
-        if self.runs("rx") and rx.state is Rx.OPEN and self.left.offers:
-            yield "offer", None
-        if self.runs("rx") and self.comparing:
-            yield "compare", True
-
-    def _hardware(self) -> Iterator[tuple[str, object]]:
-        for write in self.flying if self.runs("tx") and self.runs("rx") else ():
-            yield "land", write
-        for write in self.stray:
-            yield "stray lands", write
-            yield "stray vanishes", write
-        if not self.tx_alive and not self.rx_knows_death and self.runs("rx") and not self.stray:
-            yield "rx learns of death", None
-        if not self.rx_alive and not self.tx_knows_death and self.runs("tx"):
-            yield "tx learns of death", None
-        for who in self.fenced:
-            if self.tx_alive if who == "tx" else self.rx_alive:
-                yield f"{who} dies", None
-
-    def _misfortunes(self) -> Iterator[tuple[str, object]]:
-        left = self.left
-        if left.failures and self.runs("tx") and self.tx.state not in (*TX_FINAL, Tx.NEW):
-            yield "tx fails", None
-        if left.failures and self.runs("rx") and self.rx.state not in RX_FINAL:
-            yield "rx fails", None
-            yield "rx cancels", None
-        if left.offers and self.runs("rx") and self.rx.state is Rx.OFFERED:
-            yield "offer", None
-        for write in self.flying if left.breaks and self.runs("tx") else ():
-            yield "break", write
-        for note in self.heard if left.duplicates and self.runs("rx") else ():
-            yield "note again", note
-        if left.losses:
-            yield from (("lose to tx", None),) if self.to_tx else ()
-            yield from (("lose to rx", None),) if self.to_rx else ()
-        if left.silences and self.runs("rx") and self.rx.state not in RX_FINAL:
-            yield "rx hears nothing", None
-        if left.silences and self.runs("tx") and self.tx.state is Tx.DRAINING:
-            yield "tx hears nothing", None
-        for who, may in (("tx", left.prefill_dies), ("rx", left.decode_dies)):
-            if may and (self.tx_alive if who == "tx" else self.rx_alive):
-                yield f"{who} dies", None
-        for who, may in (("tx", left.prefill_stops), ("rx", left.decode_stops)):
-            if may and self.runs(who):
-                yield f"{who} stops", None
-        for note in self.notes if left.lost_notes else ():
-            yield "lose note", note
-        if left.wrong and self.runs("rx") and self.comparing:
-            yield "compare", False
-
-    def _time(self) -> Iterator[tuple[str, object]]:
-        """Time-outs, where there is a reason to need one."""
-        tx, rx, left = self.tx, self.rx, self.left
-        excuse = self.lost or left.time
-        if self.runs("tx"):
-            unasked = tx.state is Tx.HOLDING and (rx.state in RX_FINAL or not self.runs("rx"))
-            alone = tx.state is Tx.EXPECTED and left.no_request
-            unheard = tx.state is Tx.SENDING and "rx" in self.stopped
-            if unasked or alone or unheard or (excuse and tx.state in (Tx.EXPECTED, Tx.HOLDING, Tx.SENDING)):
-                yield "tx is late", None
-            if tx.state is Tx.DRAINING and "rx" in self.stopped and "rx" not in self.fenced:
-                yield "tx hears nothing", None
-        if self.runs("rx"):
-            if (excuse or self.note_lost) and rx.state in (Rx.OPEN, Rx.OFFERED):
-                yield "rx is late", None
-            if self.note_lost and rx.state is Rx.OFFERED and rx._gap_at < inf:
-                yield "rx misses a note", None
-            if "tx" in self.stopped and self.tx_alive and rx.state in (Rx.OFFERED, Rx.QUARANTINE):
-                yield "rx hears nothing", None
-            if rx.state in (Rx.QUARANTINE, Rx.FENCING):
-                yield from (
-                    (("rx asks again", None),) if self.repeated < self.lost + self.broke + left.time else ()
-                )
-                yield from (
-                    (("rx waits on", None),) if (self.broke or left.time) and rx._overdue_at < inf else ()
-                )
 
     # ------------------------------------------------------------------ making it happen
 
@@ -484,7 +375,7 @@ class World:
                 self.rx_told += (name,)
 
     def _let_go(self, how: str) -> None:
-        assert not self.flying and not self.stray, f"decode's rows were {how} with writes under way"
+        assert not self.flying | self.stray, f"decode's rows were {how} with writes under way"
         self.rx_holds = how
 
     # ------------------------------------------------------------------ the end
@@ -520,81 +411,3 @@ def _copy(thing: T) -> T:
 
 def _noted(ledger: object) -> frozenset[tuple[object, int]]:
     return frozenset((pair, c) for pair, chunks in ledger._notes.items() for c in chunks)  # type: ignore[attr-defined]
-
-
-@dataclass
-class Walk:
-    """What an exhaustive walk has seen."""
-
-    states: int = 0
-    ends: set[tuple[str, str]] = field(default_factory=set)
-    events: set[tuple[str, str]] = field(default_factory=set)  # (state, event) of the tables that were used
-
-
-def walk(
-    scenario: Scenario,
-    *,
-    sender: object = SENDER,
-    receiver: object = RECEIVER,
-    outgoing: Callable[..., Outgoing] = Outgoing,
-    incoming: Callable[..., Incoming] = Incoming,
-) -> Walk:
-    """Every reachable moment of a scenario. AssertionError or ProtocolError at the first that breaks a promise."""
-    result = Walk()
-    start = World(
-        scenario,
-        outgoing(num_ranks=scenario.ranks, lease_s=1.0, table=_Traced(sender, result.events)),
-        incoming(
-            deadline=1.0, gap_s=0.5, overdue_s=10.0, again_s=1.0, table=_Traced(receiver, result.events)
-        ),
-    )
-    numbers, todo = {start.key(): 0}, [(0, start)]
-    before: list[list[int]] = [[]]  # for each moment, those it can follow
-    ends = []
-    while todo:
-        number, world = todo.pop()
-        result.states += 1
-        moves = world.moves()
-        if not moves:
-            world.check_end()
-            result.ends.add((str(world.tx.state), str(world.rx.state)))
-            ends.append(number)
-        for move in moves:
-            after = world.go(move)
-            key = after.key()
-            if key not in numbers:
-                numbers[key] = len(before)
-                before.append([])
-                todo.append((numbers[key], after))
-            before[numbers[key]].append(number)
-    _check_every_moment_ends(before, ends)
-    return result
-
-
-def _check_every_moment_ends(before: list[list[int]], ends: list[int]) -> None:
-    """From everywhere some end can be reached: no going round for ever."""
-    can, todo = set(ends), list(ends)
-    while todo:
-        for number in before[todo.pop()]:
-            if number not in can:
-                can.add(number)
-                todo.append(number)
-    assert len(can) == len(before), f"{len(before) - len(can)} of {len(before)} moments never end"
-
-
-class _Traced(dict):  # type: ignore[type-arg]
-    """A table that notes which of its entries are used."""
-
-    def __init__(self, table: object, used: set[tuple[str, str]]) -> None:
-        super().__init__({s: _Row(str(s), row, used) for s, row in table.items()})  # type: ignore[attr-defined]
-
-
-class _Row(dict):  # type: ignore[type-arg]
-    def __init__(self, state: str, row: object, used: set[tuple[str, str]]) -> None:
-        super().__init__(row)
-        self._state, self._used = state, used
-
-    def __getitem__(self, event: str) -> object:
-        value = super().__getitem__(event)
-        self._used.add((self._state, event))
-        return value

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from handoff_walk import Walk, walk
+from handoff_world import Scenario
 
-from handoff_world import Scenario, Walk, walk
 from splitserve.errors import ProtocolError, SplitserveError
 from splitserve.transfer.handoff import RECEIVER, SENDER, Action, Rx, Tx
 from splitserve.transfer.incoming import Incoming
