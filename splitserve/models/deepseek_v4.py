@@ -10,11 +10,12 @@ docs/deepseek_v4.md goes through it part by part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from splitserve.errors import ConfigError
 from splitserve.layers.forward import Forward, Group
 from splitserve.layers.linear import Embedding
 from splitserve.layers.v4.attention import Attention
@@ -46,6 +47,25 @@ class Layer:
         return self.hc_ffn(streams, lambda x: self.ffn(x, fwd.tokens))
 
 
+@dataclass(frozen=True)
+class Mtp:
+    """One layer that looks a token further ahead: window only, learned router, a head of its own for the streams."""
+
+    enorm: torch.Tensor  # [hidden] float32
+    hnorm: torch.Tensor
+    e_proj: ops.Weight  # [hidden, hidden]
+    h_proj: ops.Weight
+    layer: Layer
+    head: HyperHead
+    eps: float
+
+    def join(self, streams: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """[T, streams, hidden] of tokens and [T, hidden], embeddings of those after them -> the input streams."""
+        e = ops.linear(ops.rms_norm(after, self.enorm, self.eps), self.e_proj)
+        h = ops.linear(ops.rms_norm(streams, self.hnorm, self.eps).flatten(0, 1), self.h_proj)
+        return e[:, None] + h.view_as(streams)
+
+
 class DeepseekV4:
     """One rank's part of the model. `load` before `forward`."""
 
@@ -57,10 +77,14 @@ class DeepseekV4:
         device: str = "cpu",
         *,
         whole_experts: bool = False,
+        draft: bool = False,
     ) -> None:
         """`dtype` is of activations and of what the file does not quantise; `whole_experts` deals the routed experts
-        out to the ranks instead of cutting each. Raises ConfigError when tp does not fit.
+        out to the ranks instead of cutting each; `draft` loads the MTP layer. Raises ConfigError when tp does not fit,
+        or when there is no MTP layer to load.
         """
+        if draft and not cfg.num_mtp:
+            raise ConfigError("this checkpoint has no MTP layer to draft with", field="speculative")
         self.cfg, self.tp, self.device = cfg, tp, device
         self.dtype = DTYPES[dtype]
         self._share = Share(tp.rank, tp.size, whole_experts)
@@ -73,6 +97,7 @@ class DeepseekV4:
                 for rope in (cfg.rope, cfg.compress_rope)
             )
         )
+        self._draft = draft
         self._layers: list[Layer] = []
 
     def load(self, source: Source, progress: Callable[[float], None] = lambda _: None) -> None:
@@ -84,27 +109,46 @@ class DeepseekV4:
             parameters(self.cfg, Share(0, 1), expert_form=form),
             may_have=() if self.cfg.num_mtp else ("mtp.",),
         )
-        wanted = parameters(self.cfg, self._share, expert_form=form)
+        wanted = parameters(self.cfg, self._share, expert_form=form, draft=self._draft)
         p = read_parameters(checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress)
         tiles = {w.name: w.tile for w in wanted if w.form is Form.TILES}
         self._build(_Weights(p, tiles))
 
-    @torch.inference_mode()
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the state afterwards."""
-        cfg = self.cfg
-        plan = plan_step(
-            fwd,
-            sorted(set(cfg.ratios)),
-            window=cfg.window_len,
-            index_topk=cfg.index_topk,
-            rope=self._rope,
-        )
-        streams = self._embed(fwd.tokens)[:, None].repeat(1, cfg.streams, 1)
+        return self.logits(self.streams(fwd)[fwd.logit_rows])
+
+    @torch.inference_mode()
+    def streams(self, fwd: Forward) -> torch.Tensor:
+        """[T, streams, hidden] after the last layer: what logits, and drafts, are made from."""
+        plan = self._plan(fwd, self.cfg.ratios[: self.cfg.num_layers])
+        streams = self._embed(fwd.tokens)[:, None].repeat(1, self.cfg.streams, 1)
         for layer in self._layers:
             streams = layer(streams, fwd, plan)
             fwd.between_layers()
-        return self._logits(self._hc_head(streams[fwd.logit_rows]))
+        return streams
+
+    @torch.inference_mode()
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """[n, streams, hidden] -> [n, vocab] float32."""
+        return self._logits(self._hc_head(streams))
+
+    @torch.inference_mode()
+    def draft(self, streams: torch.Tensor, fwd: Forward) -> torch.Tensor:
+        """[num_logits, vocab]: logits of the token after next, from `streams` [T, streams, hidden] of tokens 0, 1, ...
+
+        `fwd` is the step over the same positions, its tokens each the one AFTER the position's: slot i reads the
+        streams of token i and the embedding of token i + 1, and writes the window of the MTP layer.
+        """
+        mixed = self._mtp.join(streams, self._embed(fwd.tokens))
+        after = self._mtp.layer(mixed, fwd, self._plan(fwd, (SWA,)))
+        return self._logits(self._mtp.head(after[fwd.logit_rows]))
+
+    def _plan(self, fwd: Forward, ratios: Sequence[int]) -> StepPlan:
+        cfg = self.cfg
+        return plan_step(
+            fwd, sorted(set(ratios)), window=cfg.window_len, index_topk=cfg.index_topk, rope=self._rope
+        )
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32 on every rank, with float32 sums."""
@@ -115,6 +159,16 @@ class DeepseekV4:
         self._layers = [self._layer(p, f"layers.{i}.", i) for i in range(self.cfg.num_layers)]
         self._hc_head = self._hyper_head(p, "")
         self._head = p["head"]
+        if self._draft:
+            self._mtp = Mtp(
+                p["mtp.enorm"],
+                p["mtp.hnorm"],
+                p.weight("mtp.e_proj"),
+                p.weight("mtp.h_proj"),
+                layer=self._layer(p, "mtp.", self.cfg.num_layers),
+                head=self._hyper_head(p, "mtp."),
+                eps=self.cfg.eps,
+            )
 
     def _layer(self, p: _Weights, at: str, layer: int) -> Layer:
         return Layer(

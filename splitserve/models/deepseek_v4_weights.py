@@ -56,8 +56,13 @@ class Share:
         return range(cfg.expert_ffn) if self.whole_experts else self.of(cfg.expert_ffn)
 
 
-def parameters(cfg: DeepseekV4Config, share: Share, *, expert_form: Form = Form.MXFP4) -> list[Parameter]:
-    """Every parameter that a rank holds, in the order of the file's layers. `expert_form`: MXFP4, or TILES in -Base."""
+def parameters(
+    cfg: DeepseekV4Config, share: Share, *, expert_form: Form = Form.MXFP4, draft: bool = True
+) -> list[Parameter]:
+    """Every parameter that a rank holds, in the order of the file's layers; those of MTP only with `draft`.
+
+    `expert_form` is MXFP4, or TILES in -Base.
+    """
     vocab = -(-cfg.vocab // share.size)
     tokens = range(share.rank * vocab, (share.rank + 1) * vocab)
     wanted = [
@@ -68,7 +73,7 @@ def parameters(cfg: DeepseekV4Config, share: Share, *, expert_form: Form = Form.
     layer_of = partial(_layer, cfg=cfg, share=share, expert_form=expert_form)
     for layer in range(cfg.num_layers):
         wanted += layer_of(f"layers.{layer}.", f"layers.{layer}.", layer=layer)
-    if cfg.num_mtp:
+    if cfg.num_mtp and draft:
         wanted += layer_of("mtp.", "mtp.0.", layer=cfg.num_layers)
         wanted += _tail("mtp.", cfg, "mtp.0.")
         wanted += [
