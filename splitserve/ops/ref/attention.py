@@ -66,8 +66,8 @@ def plan_decode(
     token = column[:, None] * page_tokens + torch.arange(page_tokens, device=pages.device)
     visible = (token < lens[seq, None]) & (token >= first[seq, None])
     bias = torch.zeros(visible.shape, device=pages.device).masked_fill(~visible, _NEVER)
-    beyond = (token >= lens[seq, None]).nonzero(as_tuple=True)
-    return DecodePlan(len(kv_lens), pages[seq, column], seq, bias[:, None, None], beyond)
+    index_of, row = (token >= lens[seq, None]).nonzero(as_tuple=True)
+    return DecodePlan(len(kv_lens), pages[seq, column], seq, bias[:, None, None], (index_of, row))
 
 
 def attend_decode(
