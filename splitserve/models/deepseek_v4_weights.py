@@ -1,4 +1,4 @@
-"""DeepSeek-V4's checkpoint as data: which tensors of DeepSeek's original format become which parameters. Torch-free.
+"""DeepSeek-V4's checkpoint as data: which tensors of DeepSeek's original format become which parameters. Pure.
 
     file                                                    parameter of a rank
     layers.3.attn.wq_a.weight [q_lora, D]   ─ all rows ──▶ ┐ layers.3.qkv_a [q_lora + d, D]

@@ -91,8 +91,8 @@ def _plan_near(fwd: Forward, window: int) -> Near:
     key = position[:, None] - np.arange(window)
     new = key - starts[seq, None] + (np.cumsum(lens) - lens)[seq, None] + len(lens) * window
     old = seq[:, None] * window + key % window
-    index = np.where(key < 0, -1, np.where(key >= starts[seq, None], new, old))
-    return Near(torch.from_numpy(index).to(device), False, save)
+    either = np.where(key < 0, -1, np.where(key >= starts[seq, None], new, old))
+    return Near(torch.from_numpy(either).to(device), False, save)
 
 
 def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies) -> Compression:

@@ -101,8 +101,8 @@ def plan_saves(
     back = np.repeat(np.cumsum(counts), counts) - np.arange(len(seq))  # 1 for a sequence's last token
     token = np.cumsum(lens)[seq] - back
     row = (stops[seq] - back) % rows
-    token, row, seq = (torch.from_numpy(a).to(slots.device) for a in (token, row, seq))
-    return Saves(token, slots[seq], row)
+    tokens, rows_of, seqs = (torch.from_numpy(a).to(slots.device) for a in (token, row, seq))
+    return Saves(tokens, slots[seqs], rows_of)
 
 
 def pool_windows(
