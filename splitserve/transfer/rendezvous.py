@@ -172,7 +172,7 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     sock.setsockopt(zmq.RCVHWM, MAX_QUEUED)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-    if sock.socket_type == zmq.ROUTER:
+    if sock.type == zmq.ROUTER:
         sock.setsockopt(
             zmq.ROUTER_MANDATORY, 1
         )  # say so when a peer has gone, instead of dropping in silence

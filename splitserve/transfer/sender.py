@@ -58,9 +58,7 @@ from splitserve.wire import (
     Pong,
 )
 
-MAX_EXPECTED = 4_096
-"""Offers whose request has not come; more are refused."""
-
+MAX_EXPECTED = 4_096  # offers whose request has not come; more are refused
 MAX_REMEMBERED = 10_000
 """Rooms that are over and still answer late messages. Then an offer is held for its lease and a Cancel is drained."""
 
