@@ -61,7 +61,7 @@ def _later(module: str, name: str) -> Run:
     """The function `name` of `module`, imported at the call: `--help` needs none of them."""
 
     def run(args: argparse.Namespace) -> int:
-        code: int = getattr(importlib.import_module(module), name)(args)
+        code: int = getattr(importlib.import_module(module), name.replace("-", "_"))(args)
         return code
 
     return run
@@ -168,9 +168,32 @@ def _words(parser: argparse.ArgumentParser) -> None:
     """Nothing: the part reads its own words, `--help` too."""
 
 
+def _make_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="new directory for it")
+    parser.add_argument("--like", default="deepseek-v4-flash", metavar="MODEL", help="deepseek-v4-flash")
+    parser.add_argument("--tiny", action="store_true", help="every code path in 6 MB")
+    parser.add_argument("--t1", action="store_true", help="the model's own head and window sizes in 52 MB")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="the first N layers, at full size")
+    parser.add_argument("--fp8-experts", action="store_true", help="the -Base variant")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same bytes (default: 0)")
+    _json(parser)
+
+
+def _state(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory (its config.json is enough)")
+    lengths = [256, 4096, 4097, 131072]
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=lengths, metavar="N", help="prompt lengths in tokens"
+    )
+    parser.add_argument("--dtype", default="bf16", choices=("f32", "bf16", "f16"), help="default: bf16")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"), help="fp8: packed rows")
+    _json(parser)
+
+
 _OWN_WORDS = ("verify", "bench")
 
 _DEPLOY, _SERVE, _MACHINE = "splitserve.cli.deploy", "splitserve.cli.serve", "splitserve.cli.machine"
+_MODEL = "splitserve.cli.model"
 _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "up": ("start a deployment", _DEPLOY, _up),
     "down": ("stop a deployment", _DEPLOY, _down),
@@ -181,6 +204,8 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "router": ("one address in front of engines", _SERVE, _router),
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
     "bench": ("measure a server", _SERVE, _words),
+    "make-checkpoint": ("write a random model", _MODEL, _make_checkpoint),
+    "state": ("bytes that a model keeps for a request", _MODEL, _state),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
     "doctor": ("check that everything needed is here", _MACHINE, _json),
     "version": ("print the version", _MACHINE, _json),

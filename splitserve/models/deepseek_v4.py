@@ -27,10 +27,11 @@ from splitserve.layers.v4.plan import RopeFrequencies, StepPlan, plan_step
 from splitserve.ops.ref import v4 as ops
 from splitserve.weights.load import DTYPES
 from splitserve.weights.locate import Source
-from splitserve.weights.parameters import Form, check_checkpoint, read_parameters
+from splitserve.weights.parameters import Form, Parameter, check_checkpoint, read_parameters
 from splitserve.weights.safetensors import SafetensorsDir
 
 from .deepseek_v4_config import CSA, SWA, DeepseekV4Config
+from .deepseek_v4_dummy import dummy_parameters
 from .deepseek_v4_weights import Share, parameters
 from .rope import frequencies
 
@@ -111,8 +112,20 @@ class DeepseekV4:
         )
         wanted = parameters(self.cfg, self._share, expert_form=form, draft=self._draft)
         p = read_parameters(checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress)
-        tiles = {w.name: w.tile for w in wanted if w.form is Form.TILES}
-        self._build(_Weights(p, tiles))
+        self._build(_Weights(p, wanted))
+
+    def load_dummy(self, seed: int = 0, progress: Callable[[float], None] = lambda _: None) -> None:
+        """Random weights of the configuration's shapes, made on the device: to measure speed with."""
+        wanted = parameters(self.cfg, self._share, draft=self._draft)
+        p = dummy_parameters(
+            wanted,
+            num_experts=self.cfg.num_experts,
+            dtype=self.dtype,
+            device=self.device,
+            seed=seed,
+            progress=progress,
+        )
+        self._build(_Weights(p, wanted))
 
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the state afterwards."""
@@ -261,8 +274,9 @@ def expert_form(checkpoint: SafetensorsDir) -> Form:
 class _Weights:
     """Loaded parameters by name; quantised ones come back with their scales."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor], tiles: dict[str, tuple[int, int]]) -> None:
-        self._parameters, self._tiles = parameters, tiles
+    def __init__(self, parameters: dict[str, torch.Tensor], wanted: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        self._tiles = {w.name: w.tile for w in wanted if w.form is Form.TILES}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._parameters[name]

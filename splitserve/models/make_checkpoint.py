@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,20 +218,25 @@ def _tensors(parameter: Parameter, seed: int, *, num_experts: int) -> Iterator[t
 
 
 def _draw(name: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(shape, generator=draw)
-    leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    mean, deviation = spread(name, shape[-1])
+    return mean + deviation * torch.randn(shape, generator=draw)
+
+
+def spread(tensor: str, num_inputs: int) -> tuple[float, float]:
+    """Mean and deviation of the numbers of a tensor of the file."""
+    leaf = tensor.removesuffix(".weight").rsplit(".", 1)[-1]
     if "norm" in leaf:
-        return 1 + 0.1 * normal
+        return 1.0, 0.1
     if leaf in {"embed", "ape"} or leaf.endswith("_base"):
-        return 0.5 * normal
+        return 0.0, 0.5
     if leaf.endswith("_scale"):
-        return 0.5 + 0.1 * normal
+        return 0.5, 0.1
     if leaf == "attn_sink":
-        return normal
+        return 0.0, 1.0
     if leaf == "bias":
-        return 0.1 * normal
+        return 0.0, 0.1
     gain = 1.0 if leaf.endswith("_fn") else 1.5
-    return gain * shape[-1] ** -0.5 * normal
+    return 0.0, gain / math.sqrt(num_inputs)
 
 
 def _seed_of(seed: int, name: str) -> int:

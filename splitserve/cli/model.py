@@ -1,0 +1,63 @@
+"""`make-checkpoint` and `state`: random models on disk, and what a model keeps for a request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import ConfigError
+from splitserve.spec import Growth, StateSpec, bytes_per_token, live_bytes
+
+_LIKE = "deepseek-v4-flash"
+
+
+def make_checkpoint(args: argparse.Namespace) -> int:
+    """Write a random checkpoint in the original format. The same seed gives the same bytes."""
+    from splitserve.models import make_checkpoint as random
+
+    if args.like != _LIKE:
+        raise ConfigError(f"--like {args.like!r} is not known", field="like", fix=f"known: {_LIKE}")
+    if args.tiny + args.t1 + bool(args.layers) != 1:
+        raise ConfigError("give one of --tiny, --t1 and --layers N")
+    directory = Path(args.directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty", fix="name a new directory")
+    config = random.TINY if args.tiny else random.T1 if args.t1 else random.flash(args.layers)
+    num_bytes = random.write_checkpoint(
+        directory, config, seed=args.seed, fp8_experts=args.fp8_experts, progress=_show
+    )
+    done = {"directory": str(directory), "bytes": num_bytes, "seed": args.seed}
+    print(json.dumps(done) if args.json else f"{directory}: {num_bytes:,} bytes")
+    return 0
+
+
+def state(args: argparse.Namespace) -> int:
+    """Bytes that a request keeps and a handoff moves, by prompt length."""
+    from splitserve.models import registry
+    from splitserve.models.read import read_config
+    from splitserve.weights.locate import locate
+
+    specs = registry.states(read_config(locate(args.model)), dtype=args.dtype, kv=args.kv_dtype)
+    rows = [_row(specs, length) for length in args.lengths]
+    if args.json:
+        print(json.dumps({"bytes_per_token": bytes_per_token(specs), "prompts": rows}))
+        return 0
+    print(f"{bytes_per_token(specs):,.2f} bytes for each further token, on each rank that holds all of it\n")
+    print(f"{'tokens':>10}  {'moved':>15}  {'in pages':>15}  {'in the slot':>15}")
+    for row in rows:
+        print(f"{row['tokens']:>10,}  {row['moved']:>15,}  {row['pages']:>15,}  {row['slot']:>15,}")
+    return 0
+
+
+def _row(specs: list[StateSpec], length: int) -> dict[str, Any]:
+    pages = live_bytes([s for s in specs if s.growth is Growth.PAGED], 0, length)
+    moved = live_bytes(specs, 0, length)
+    return {"tokens": length, "moved": moved, "pages": pages, "slot": moved - pages}
+
+
+def _show(done: float) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done:4.0%}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)

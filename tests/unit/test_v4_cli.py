@@ -1,0 +1,51 @@
+"""`make-checkpoint` and `state` as a person types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from splitserve.cli.parser import parse
+from splitserve.errors import ConfigError
+from splitserve.models.make_checkpoint import FLASH
+
+
+def run(*words: str) -> int:
+    args = parse(words)
+    return int(args.run(args))
+
+
+def test_make_checkpoint_writes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("make-checkpoint", str(tmp_path / "m"), "--tiny", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == 6_320_998
+    assert (tmp_path / "m" / "model.safetensors.index.json").is_file()
+    with pytest.raises(ConfigError, match="not empty"):
+        run("make-checkpoint", str(tmp_path / "m"), "--tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "one of --tiny, --t1 and --layers"),
+        (("--tiny", "--t1"), "one of --tiny, --t1 and --layers"),
+        (("--tiny", "--like", "gpt-5"), "'gpt-5' is not known"),
+        (("--layers", "44"), "has 43"),
+    ],
+    ids=["nothing", "both", "like", "layers"],
+)
+def test_make_checkpoint_says_what_is_wrong(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run("make-checkpoint", str(tmp_path / "m"), *words)
+    assert not (tmp_path / "m").exists()
+
+
+def test_state_of_flash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLASH))
+    assert run("state", str(tmp_path), "--kv-dtype", "fp8", "--lengths", "4096", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["bytes_per_token"] == 3850.25
+    assert shown["prompts"] == [{"tokens": 4096, "moved": 19_845_120, "pages": 15_770_624, "slot": 4_074_496}]
+    assert run("state", str(tmp_path)) == 0
+    assert "6,880.00 bytes" in capsys.readouterr().out
