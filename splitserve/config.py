@@ -51,6 +51,10 @@ class EngineConfig:
         "how state rows are kept: auto (as dtype), or fp8 (DeepSeek-V4's packed rows); equal on both sides of a split",
         one_of=("auto", "fp8"),
     )
+    dummy_weights: bool = _f(
+        False,
+        "random weights instead of the checkpoint's, to measure speed: config.json and a tokenizer are enough",
+    )
     max_len: int = _f(0, "longest prompt + output; 0: what the model and the memory allow", low=0)
     max_seqs: int = _f(64, "most requests running at once", low=1)
     step_tokens: int = _f(256, "most tokens a step computes (chunk budget)", low=1)
@@ -176,7 +180,7 @@ def resolve(
     *layers: tuple[str, Mapping[str, Any]],
     environ: Mapping[str, str] | None = None,
 ) -> tuple[T, list[Setting]]:
-    """Merge `layers` ((source, values), weakest first) over the defaults of `cls`; flags come last, environment before them.
+    """Merge `layers` ((source, values), weakest first) over the defaults of `cls`; environment, then flags, come last.
 
     Returns the config and every setting with its source. Raises ConfigError that names a misspelt key (with the
     likely right one), a wrong type or a value out of range.
@@ -286,6 +290,6 @@ def _check_range(value: Any, f: dataclasses.Field[Any], name: str, where: str) -
             field=name,
             fix=f"one of {', '.join(one_of)}" + (f"; did you mean {near[0]!r}?" if near else ""),
         )
-    if low is not None and value < low or high is not None and value > high:
+    if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(f"{where}: {name} is {value!r}, must be {bounds}", field=name)

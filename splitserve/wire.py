@@ -190,8 +190,6 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     engine: str = ""  # the decode engine's id
 
 
-
-
 ToPrefill = Offer | Cancel | Ping
 
 
@@ -247,10 +245,14 @@ def decode(dec: msgspec.msgpack.Decoder[Any], raw: bytes, sender: str) -> Any:
     try:
         return dec.decode(raw)
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        raise ProtocolError(f"{sender} sent {len(raw)} bytes that are no message of protocol {PROTOCOL}: {e}") from e
+        raise ProtocolError(
+            f"{sender} sent {len(raw)} bytes that are no message of protocol {PROTOCOL}: {e}"
+        ) from e
 
 
 def check_protocol(theirs: int, who: str) -> None:
     """Raise ProtocolError when a peer speaks another protocol number."""
     if theirs != PROTOCOL:
-        raise ProtocolError(f"{who} speaks protocol {theirs}, this process {PROTOCOL}: run one version everywhere")
+        raise ProtocolError(
+            f"{who} speaks protocol {theirs}, this process {PROTOCOL}: run one version everywhere"
+        )

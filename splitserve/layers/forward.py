@@ -28,7 +28,7 @@ class States(Protocol):
     """Typed views of this rank's slabs (kv/pool.py)."""
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """[units, local_pieces, rows_per_unit, row_elements], strided; units are pages or slots by the spec's growth."""
+        """[units, local_pieces, rows_per_unit, row_elements], strided; units are pages or slots by the growth."""
         ...
 
 

@@ -41,6 +41,7 @@ class Crossing:
     digest_checked: bool = False
     recomputations: int = 0
     poisoned_pages: int = 0
+    failure: str = ""  # why the handoff failed; then nothing above means anything
 
     @property
     def gb_s(self) -> float:
@@ -90,9 +91,11 @@ def _judge_answers(case: Case, bound: float) -> list[str]:
 def _judge_crossing(crossing: Crossing | None, *, everything_cached: bool) -> list[str]:
     if crossing is None:
         return ["no handoff was recorded: the state did not cross"]
-    findings = []
+    findings = [f"the handoff failed: {crossing.failure}"] if crossing.failure else []
     if crossing.recomputations:
         findings.append(f"{crossing.recomputations} recomputation(s): the answer came without the handoff")
+    if crossing.failure:
+        return findings
     if crossing.num_bytes != crossing.expected_bytes:
         findings.append(
             f"{crossing.num_bytes:,} bytes crossed, the StateSpecs say {crossing.expected_bytes:,}"

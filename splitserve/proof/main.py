@@ -16,22 +16,18 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from splitserve.errors import ConfigError
-from splitserve.models import registry
-from splitserve.models.read import read_config
 from splitserve.net.client import Client
 from splitserve.proof.cases import Question, questions
 from splitserve.proof.judge import Case, Crossing, judge
 from splitserve.proof.sides import Side
 from splitserve.proof.stage import stage, unified_engine
 from splitserve.spec import StateSpec, live_bytes
-from splitserve.transfer.faults import FAULTS
-from splitserve.weights.locate import locate
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EQUAL_TP_BOUND = 0.0
 UNEQUAL_TP_BOUND = 1e-3
@@ -49,6 +45,8 @@ def run(words: Sequence[str]) -> int:
     """The command: `words` are those after `splitserve verify`."""
     args = _parser().parse_args(list(words))
     faults = _faults(args.plant)
+    from rich.console import Console
+
     console = Console(stderr=args.json)
     cases, planted = asyncio.run(Proof(args.file, faults, quick=args.quick, console=console).run())
     if args.json:
@@ -60,6 +58,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from splitserve.transfer.faults import FAULTS
+
     parser = argparse.ArgumentParser(
         prog="splitserve verify",
         description="prove that a split answer is the unified answer and that its state really crossed",
@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _faults(words: str) -> list[str]:
+    from splitserve.transfer.faults import FAULTS
+
     names = list(FAULTS) if words == "all" else [w for w in words.split(",") if w]
     for name in names:
         if name not in FAULTS:
@@ -148,7 +150,7 @@ class Proof:
 
     async def _plant(self, fault: str, asked: list[Question]) -> Planted:
         """Break one handoff on purpose. Caught means that the judge has something to say about it."""
-        self._say(f"planting {fault}: {FAULTS[fault]}")
+        self._say(f"planting {fault}")
         await self._prefill.operate("plant", fault=fault, times=1)
         longest = max(asked, key=lambda q: len(q.tokens) if len(q.tokens) <= 300 else 0)
         case = await self._case(longest)
@@ -158,8 +160,10 @@ class Proof:
     async def _crossing(self, question: Question) -> Crossing | None:
         """The record of the newest handoff, both sides' views joined by room."""
         sent, received = await self._new_records()
-        if not received or not received[-1]["ok"]:
+        if not received:
             return None
+        if not received[-1]["ok"]:
+            return Crossing(failure=received[-1]["error"] or "it failed")
         here = received[-1]
         there = next((r for r in sent if r["room"] == here["room"]), {})
         digests = here.get("digests", [])
@@ -199,6 +203,10 @@ class Proof:
 
 def _specs(facts: dict[str, Any]) -> list[StateSpec]:
     """What the model keeps, from its own files: not from anything that the transfer has computed."""
+    from splitserve.models import registry  # numpy comes in here
+    from splitserve.models.read import read_config
+    from splitserve.weights.locate import locate
+
     cfg = read_config(locate(Path(facts["model_path"])))
     return registry.states(cfg, dtype=facts["dtype"], kv=facts["kv_dtype"])
 
@@ -213,9 +221,12 @@ def _to_dict(cases: list[Case], planted: list[Planted]) -> dict[str, Any]:
 
 
 def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
-    table = Table(title="split against unified")
-    for heading in ("question", "tokens", "answer", "crossed", "pages", "descr.", "lane", "GB/s", "digest"):
-        right = heading in ("tokens", "crossed", "pages", "descr.", "GB/s")
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title="split against unified", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("question", "tokens", "answer", "MB", "pages", "descr.", "lane", "GB/s", "digest"):
+        right = heading in ("tokens", "MB", "pages", "descr.", "GB/s")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for case in cases:
         c = case.crossing or Crossing()
@@ -223,7 +234,7 @@ def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
             case.name,
             str(case.num_prompt),
             "[red]differs[/red]" if case.findings else "equal",
-            f"{c.num_bytes / 1e6:.2f} MB",
+            f"{c.num_bytes / 1e6:.2f}",
             str(c.num_pages),
             str(c.num_descriptors),
             c.lane.split("/")[0],
