@@ -5,7 +5,7 @@
     write    ── descriptors [n, 3] ──▶ transfer request, posted ──▶ its note leaves when its bytes are there
     poll     ── request states ──▶ Written, Broken            notes ──▶ Noted
 
-The agent has no progress thread unless asked for: it would spin on a core that computes (facts: five times slower).
+The agent has no progress thread unless asked for: it spins, and takes a whole core away from whoever computes there.
 So bytes move while somebody polls, on both sides: over TCP the receiver's own poll puts them into its memory.
 
 UCX settings are read from the environment when the library loads and when an agent is made: they are set around that

@@ -26,7 +26,7 @@ from splitserve.errors import (
     SplitserveError,
     TransferError,
 )
-from splitserve.spec import Kind, Units
+from splitserve.spec import Units
 from splitserve.transfer.events import (
     Forget,
     Meet,
@@ -131,8 +131,6 @@ class Sender:
                 f"room {room}: chunk [{start}, {stop}), last={last}, first token {'given' if first else 'missing'}; "
                 f"expected a chunk from {begin} on, the last one ending at {entry.num_tokens} with a first token"
             )
-        if not last:
-            units = tuple(u for u in units if u.kind is Kind.PAGE)  # slots change until the prompt ends
         if entry.offer is None or entry.offer.digests:
             self._ports.post(TakeOrder(room, len(entry.chunks), units, start, stop, last))
         entry.chunks.append(HeldChunk(start, stop, units, last, first, now))

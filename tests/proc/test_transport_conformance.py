@@ -159,6 +159,12 @@ def test_the_lane_is_known_after_a_write(pair: Pair, kind: str) -> None:
     assert lane != "unknown"
 
 
+def test_starting_moves_no_thread_and_leaves_no_settings_in_the_environment(pair: Pair) -> None:
+    found = pair[0].ask("surroundings")
+    assert found["ucx"] == sorted(n for n in os.environ if n.startswith(("UCX_", "NIXL_")))
+    assert found["threads"] == [sorted(os.sched_getaffinity(0))] * len(found["threads"])
+
+
 def test_a_write_to_an_address_that_is_not_registered_is_refused(pair: Pair) -> None:
     source, _, peer = pair
     with pytest.raises(ChildError):

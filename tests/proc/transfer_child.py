@@ -116,6 +116,11 @@ class Child:
     def do_lanes(self) -> dict[str, str]:
         return self.transport.lanes()
 
+    def do_surroundings(self) -> dict[str, Any]:
+        """What a library could have changed around us when it started."""
+        threads = [sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")]
+        return {"threads": threads, "ucx": sorted(n for n in os.environ if n.startswith(("UCX_", "NIXL_")))}
+
     def do_settled(self, card: str) -> bool:
         return self.transport.settled(msgspec.msgpack.decode(base64.b64decode(card), type=Card))
 
