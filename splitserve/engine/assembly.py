@@ -154,7 +154,13 @@ class Builder:
 
     def _load(self, group: SoloGroup | TorchGroup) -> Model:
         model = registry.build(self.cfg, group, dtype=self.dtype, device=self.config.device)
-        model.load(self.source, lambda done: self.say("weights", done))
+        registry.load(
+            model,
+            self.cfg,
+            self.source,
+            dummy=self.config.dummy_weights,
+            progress=lambda done: self.say("weights", done),
+        )
         return model
 
     def _memory(self, join: Join) -> tuple[Port | None, Pool]:

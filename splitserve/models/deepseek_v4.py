@@ -101,7 +101,7 @@ class DeepseekV4:
         self._draft = draft
         self._layers: list[Layer] = []
 
-    def load(self, source: Source, progress: Callable[[float], None] = lambda _: None) -> None:
+    def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None:
         """Read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
         checkpoint = SafetensorsDir(source.path)
         form = expert_form(checkpoint)
@@ -111,10 +111,12 @@ class DeepseekV4:
             may_have=() if self.cfg.num_mtp else ("mtp.",),
         )
         wanted = parameters(self.cfg, self._share, expert_form=form, draft=self._draft)
-        p = read_parameters(checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress)
+        p = read_parameters(
+            checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress or _silent
+        )
         self._build(_Weights(p, wanted))
 
-    def load_dummy(self, seed: int = 0, progress: Callable[[float], None] = lambda _: None) -> None:
+    def load_dummy(self, seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
         """Random weights of the configuration's shapes, made on the device: to measure speed with."""
         wanted = parameters(self.cfg, self._share, draft=self._draft)
         p = dummy_parameters(
@@ -123,7 +125,7 @@ class DeepseekV4:
             dtype=self.dtype,
             device=self.device,
             seed=seed,
-            progress=progress,
+            progress=progress or _silent,
         )
         self._build(_Weights(p, wanted))
 
@@ -263,6 +265,10 @@ class DeepseekV4:
             limit=cfg.swiglu_limit,
             tp=self.tp,
         )
+
+
+def _silent(done: float) -> None:
+    """Progress that nobody watches."""
 
 
 def expert_form(checkpoint: SafetensorsDir) -> Form:

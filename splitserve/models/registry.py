@@ -35,10 +35,13 @@ class Family:
     module: str
     name: str  # class in the module: (cfg, tp, dtype, device)
     packs: bool = False  # its states can be packed: `states` takes kv="fp8"
+    dummies: bool = False  # it can make its weights up: `load_dummy`
 
 
 _DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
-_DEEPSEEK_V4 = Family(deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4", packs=True)
+_DEEPSEEK_V4 = Family(
+    deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4", packs=True, dummies=True
+)
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), _DECODER)
 FAMILIES["deepseek_v4"] = _DEEPSEEK_V4
@@ -72,3 +75,15 @@ def build(cfg: ModelConfig, tp: Any, *, dtype: str, device: str = "cpu") -> Mode
     chosen = family(cfg)
     model: Model = getattr(importlib.import_module(chosen.module), chosen.name)(cfg, tp, dtype, device)
     return model
+
+
+def load(
+    model: Any, cfg: ModelConfig, source: Source, *, dummy: bool, progress: Callable[[float], None]
+) -> None:
+    """Read the checkpoint's weights, or make random ones up (`dummy`). Raises WeightsError, ConfigError."""
+    if not dummy:
+        model.load(source, progress)
+        return
+    if not family(cfg).dummies:
+        raise ConfigError(f"dummy_weights: {cfg.arch} cannot make its weights up", field="dummy_weights")
+    model.load_dummy(progress=progress)

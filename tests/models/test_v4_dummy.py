@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from splitserve.dist.group import SoloGroup
+from splitserve.errors import ConfigError
+from splitserve.models import registry
+from splitserve.models.config import ModelConfig
 from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.make_checkpoint import TINY
 from splitserve.ops.ref import v4 as ops
+from splitserve.weights.locate import Source
 from tests.models.v4_oracle import make_bench, random_text
 
 
@@ -28,7 +33,7 @@ def test_runs_and_follows_from_its_seed() -> None:
     assert not torch.equal(logits[0], logits[2])
 
 
-def test_tokens_spread_over_the_experts(monkeypatch: object) -> None:
+def test_tokens_spread_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.Tensor] = []
     route, by_token = ops.route, ops.route_by_token
 
@@ -41,11 +46,17 @@ def test_tokens_spread_over_the_experts(monkeypatch: object) -> None:
             chosen.append(experts.flatten())
             return weights, experts
 
-    monkeypatch.setattr(ops, "route", Spy(route))  # type: ignore[attr-defined]
-    monkeypatch.setattr(ops, "route_by_token", Spy(by_token))  # type: ignore[attr-defined]
+    monkeypatch.setattr(ops, "route", Spy(route))
+    monkeypatch.setattr(ops, "route_by_token", Spy(by_token))
     make_bench(dummy(), dtype="bf16").run(random_text(256), [256])
     assert len(chosen) == 4
     for layer in chosen:
         counts = layer.bincount(minlength=8)
         assert (counts > 0).all(), counts
         assert counts.max() < 0.5 * counts.sum()
+
+
+def test_models_that_cannot_make_weights_up_say_so(tmp_path: Path) -> None:
+    llama = ModelConfig("llama", 1, 8, 1, 1, 8, 8, 8, 8)
+    with pytest.raises(ConfigError, match="llama cannot make its weights up"):
+        registry.load(None, llama, Source(tmp_path, "safetensors"), dummy=True, progress=lambda _: None)
