@@ -1,0 +1,1 @@
+"""Time and error of every kernel on the GPU at hand, against what that GPU can do."""

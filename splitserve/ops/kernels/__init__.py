@@ -1,0 +1,1 @@
+"""How kernels are compiled, cached, configured and started. No kernel is here."""

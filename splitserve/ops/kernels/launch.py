@@ -1,0 +1,135 @@
+"""How a kernel is started, or only compiled: the one place where tensors meet Triton.
+
+    CUDA tensors             the kernel runs on their device
+    meta tensors             the kernel is compiled for the architecture that `compiling` names, and put on its tape
+    CPU tensors              the interpreter runs it (TRITON_INTERPRET=1 must be set before the first import)
+
+Launchers in ops/triton are the same code in all three cases, so that what is compiled ahead of time is what will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation of a kernel for one architecture."""
+
+    kernel: str
+    arch: int
+    constants: dict[str, Any]  # constexprs and options as the launcher gave them
+    cubin: bytes
+    shared: int  # bytes of shared memory
+    num_warps: int
+
+
+@dataclass
+class Tape:
+    """What launchers asked for while compiling; `device` is the number under which Triton knows the architecture."""
+
+    arch: int
+    compiled: list[Compiled] = field(default_factory=list)
+
+
+_TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
+"""The architecture that meta tensors stand for, in this thread; None outside `compiling`."""
+
+
+class _Compiler:
+    """Stands in for Triton's driver where there is no GPU: knows a target, loads and runs nothing."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, WARP)
+
+    def get_current_device(self) -> int:
+        return self.arch  # any number that differs between architectures: Triton caches by it
+
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[Tape]:
+    """Inside, launches with meta tensors compile for `arch` (90 is sm_90) and are recorded; nothing else may launch."""
+    tape = Tape(arch)
+    token = _TAPE.set(tape)
+    driver.set_active(_Compiler(arch))
+    try:
+        yield tape
+    finally:
+        driver.set_active(None)  # the real one, when somebody asks for it
+        _TAPE.reset(token)
+
+
+def launch(
+    kernel: Any,  # of triton.jit
+    grid: tuple[int, ...],
+    *args: Any,
+    **constants: Any,  # constexprs, num_warps, num_stages
+) -> None:
+    """Start `kernel` on a grid of programs. Empty grids start nothing, except that they compile on meta tensors."""
+    constants.setdefault(
+        "enable_fp_fusion", True
+    )  # else Triton's own default, which changes between versions
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    if device.type == "meta":
+        _compile(kernel, grid, args, constants)
+    elif min(grid) > 0:
+        kernel[grid](*args, **constants)
+
+
+def arch_of(x: torch.Tensor) -> int:
+    """90 for a tensor on an sm_90; what is being compiled for meta tensors; 0 on the CPU (the interpreter)."""
+    if x.is_cuda:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        return 10 * major + minor
+    tape = _TAPE.get()
+    return tape.arch if tape is not None and x.is_meta else 0
+
+
+def num_processors(x: torch.Tensor) -> int:
+    """Multiprocessors of x's device, for choosing how far to split; a large GPU's number where there is none."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    tape = _TAPE.get()
+    if tape is None:
+        raise RuntimeError(f"{kernel.__name__}: meta tensors outside `compiling`")
+    result = kernel.warmup(*args, grid=grid, **constants)
+    names = [p.name for p in kernel.params if p.is_constexpr]
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    values = {n: constants.get(n, given.get(n)) for n in names}
+    options = {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
+    tape.compiled.append(
+        Compiled(
+            kernel.__name__,
+            tape.arch,
+            {**values, **options},
+            result.asm["cubin"],
+            result.metadata.shared,
+            result.metadata.num_warps,
+        )
+    )

@@ -1,0 +1,44 @@
+"""Tile sizes, warps and stages of every kernel, as data: one JSON file for each architecture, one for unknown ones.
+
+    data/default.json   {"linear_tiles": [{"upto": 16, "BN": 32, ...}, {"upto": null, ...}], ...}
+    data/sm90.json      the same names; what it lacks comes from the default
+
+An entry serves sizes up to `upto` (null: any); what the size is (tokens, mostly) the kernel's launcher says.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from splitserve.errors import ConfigError
+
+DATA = "splitserve.ops.kernels"
+
+
+def tuned(kernel: str, arch: int, size: int = 1) -> dict[str, Any]:
+    """Constants of `kernel` for `size` on `arch`. Raises ConfigError for a kernel without an entry."""
+    for table in (_table(f"sm{arch}"), _table("default")):
+        for entry in table.get(kernel, ()):
+            if entry["upto"] is None or size <= entry["upto"]:
+                return {k: v for k, v in entry.items() if k != "upto"}
+    raise ConfigError(f"no tuned configuration of kernel {kernel!r} for size {size}")
+
+
+def sizes(kernel: str, arch: int) -> list[int]:
+    """One size for each entry of `kernel` on `arch`: all of them are compiled ahead of time."""
+    entries = _table(f"sm{arch}").get(kernel) or _table("default").get(kernel, [])
+    last = 1
+    result = []
+    for entry in entries:
+        last = last * 4 + 1 if entry["upto"] is None else entry["upto"]
+        result.append(last)
+    return result
+
+
+@cache
+def _table(name: str) -> dict[str, list[dict[str, Any]]]:
+    path = files(DATA) / "data" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

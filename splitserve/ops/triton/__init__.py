@@ -1,0 +1,1 @@
+"""Kernels in Triton, of the same names and signatures as ops/ref."""

@@ -1,0 +1,166 @@
+"""Tokens in groups: which (token, choice) pairs go to which expert, in blocks that share one.
+
+    experts [T, count]  ──▶  rows_of   [blocks * BM]  pairs sorted by expert, each expert's filled up to blocks with -1
+                             expert_of [blocks]       whose block it is, -1 for blocks that are not needed
+
+The number of blocks is an upper bound, known without reading the device. A few pairs take one program; many are counted
+in chunks, whose counts are added up by one program, and placed by as many. Order inside an expert is that of the pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import launch
+
+CHUNK = 64  # pairs at once: a table of CHUNK x experts is held in registers
+FEW = 1024  # pairs that one program handles alone
+
+
+@dataclass(frozen=True)
+class Groups:
+    rows_of: torch.Tensor  # [blocks * BM] int32
+    expert_of: torch.Tensor  # [blocks] int32
+    num_blocks: int
+    block: int = 0  # rows of each
+
+
+@triton.jit
+def _matches(experts, chunk, num_pairs, first, num_local, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """[CHUNK, EXPERTS] int32: 1 where the pair belongs to the local expert; the experts; the pairs' numbers."""
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
+    expert = tl.where((pair < num_pairs) & (expert >= 0) & (expert < num_local), expert, -1)
+    return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), expert, pair
+
+
+@triton.jit
+def _starts(counts, expert_of, num_blocks, EXPERTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr):
+    """First place of each expert; writes the blocks' experts."""
+    blocks = tl.cdiv(counts, BM)
+    stop = tl.cumsum(blocks, 0)
+    for span in range(tl.cdiv(num_blocks, SPAN)):
+        block = span * SPAN + tl.arange(0, SPAN)
+        owner = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
+        tl.store(expert_of + block, tl.where(owner < EXPERTS, owner, -1), mask=block < num_blocks)
+    return (stop - blocks) * BM
+
+
+@triton.jit
+def _place(found, expert, pair, base, rows_of, CHUNK: tl.constexpr):
+    """Write the pairs of one chunk behind `base` places of their experts, in order."""
+    at = tl.arange(0, CHUNK)
+    earlier = (expert[:, None] == expert[None, :]) & (at[None, :] < at[:, None])
+    place = tl.sum(found * base[None, :], 1) + tl.sum(earlier.to(tl.int32), 1)
+    tl.store(rows_of + place, pair, mask=expert >= 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_local", "num_blocks"])
+def group_few(
+    experts,  # [num_pairs] int64
+    rows_of, expert_of,
+    num_pairs, first, num_local, num_blocks,
+    EXPERTS: tl.constexpr,  # a power of two
+    BM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    # grid: [1]
+    for span in range(tl.cdiv(num_blocks * BM, 1024)):
+        place = span * 1024 + tl.arange(0, 1024)
+        tl.store(rows_of + place, -1, mask=place < num_blocks * BM)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for chunk in range(tl.cdiv(num_pairs, CHUNK)):
+        found, _, _ = _matches(experts, chunk, num_pairs, first, num_local, EXPERTS, CHUNK)
+        counts += tl.sum(found, 0)
+    base = _starts(counts, expert_of, num_blocks, EXPERTS, BM, SPAN)
+    tl.debug_barrier()  # places are emptied before they are filled
+    for chunk in range(tl.cdiv(num_pairs, CHUNK)):
+        found, expert, pair = _matches(experts, chunk, num_pairs, first, num_local, EXPERTS, CHUNK)
+        _place(found, expert, pair, base, rows_of, CHUNK)
+        base += tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
+def group_count(
+    experts,  # [num_pairs] int64
+    counts,  # [chunks, EXPERTS] int32
+    num_pairs, first, num_local,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    # grid: [chunks]
+    found, _, _ = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
+def group_add(
+    counts,  # [chunks, EXPERTS] int32: becomes the first place of each chunk's pairs of each expert
+    expert_of,
+    num_chunks, num_blocks,
+    EXPERTS: tl.constexpr,
+    BM: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    # grid: [1]
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for chunk in range(num_chunks):
+        total += tl.load(counts + chunk * EXPERTS + expert)
+    base = _starts(total, expert_of, num_blocks, EXPERTS, BM, SPAN)
+    for chunk in range(num_chunks):
+        count = tl.load(counts + chunk * EXPERTS + expert)
+        tl.store(counts + chunk * EXPERTS + expert, base)
+        base += count
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
+def group_place(
+    experts,  # [num_pairs] int64
+    bases,  # [chunks, EXPERTS] int32, of group_add
+    rows_of,  # filled with -1
+    num_pairs, first, num_local,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    # grid: [chunks]
+    found, expert, pair = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
+    base = tl.load(bases + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS))
+    _place(found, expert, pair, base, rows_of, CHUNK)
+
+
+def group_pairs(
+    experts: torch.Tensor,  # [T, count] int64, global numbers
+    *,
+    local: range,  # the experts that this rank holds
+    block: int,  # rows of a block
+) -> Groups:
+    """Pairs of experts elsewhere are left out."""
+    experts = experts.contiguous()
+    pairs, held = experts.numel(), len(local)
+    num_blocks = min(pairs, held + pairs // block) if pairs else 0
+    size = triton.next_power_of_2(max(held, 16))
+    rows_of = torch.empty(num_blocks * block, dtype=torch.int32, device=experts.device)
+    expert_of = torch.empty(num_blocks, dtype=torch.int32, device=experts.device)
+    if pairs <= FEW:
+        launch(
+            group_few, (min(1, pairs),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
+            EXPERTS=size, BM=block, CHUNK=CHUNK, SPAN=64, num_warps=8,
+        )  # fmt: skip
+        return Groups(rows_of, expert_of, num_blocks, block)
+    rows_of.fill_(-1)
+    chunks = triton.cdiv(pairs, CHUNK)
+    counts = torch.empty(chunks, size, dtype=torch.int32, device=experts.device)
+    sizes = {"EXPERTS": size, "CHUNK": CHUNK}
+    launch(group_count, (chunks,), experts, counts, pairs, local.start, held, **sizes, num_warps=4)
+    launch(
+        group_add, (1,), counts, expert_of, chunks, num_blocks,
+        EXPERTS=size, BM=block, SPAN=64, num_warps=8,
+    )  # fmt: skip
+    launch(group_place, (chunks,), experts, counts, rows_of, pairs, local.start, held, **sizes, num_warps=4)
+    return Groups(rows_of, expert_of, num_blocks, block)

@@ -1,0 +1,187 @@
+"""Starts the matrix kernels: which one, with which tiles, split how far.
+
+numbers   rows of bf16, exact products (matrix.py)
+codes     rows rounded to e4m3 first, as the models' own recipe has it (matrix8.py); needs sm_89
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
+from splitserve.ops.kernels.tuned import tuned
+
+from .grouping import Groups
+from .matrix import weigh
+from .matrix8 import add_parts, quantise, weigh8
+
+BLOCK = 128
+FIRST_FP8 = 89  # the first architecture with products of eight bits
+
+
+@dataclass(frozen=True)
+class Codes:
+    """E4M3 weights as the kernels read them; leading dimensions are experts."""
+
+    codes: torch.Tensor  # [..., out, in] float8_e4m3fn
+    scales: torch.Tensor  # [..., ceil(out / rows), ceil(in / columns)] float32
+    tile: tuple[int, int]
+    powers: bool  # the scales are powers of two
+
+    def __getitem__(self, expert: int) -> Codes:
+        return Codes(self.codes[expert], self.scales[expert], self.tile, self.powers)
+
+
+@dataclass(frozen=True)
+class Words:
+    """E2M1 weights as the kernels read them (see `repack`); leading dimensions are experts."""
+
+    codes: torch.Tensor  # [..., out, in / 4] int16
+    scales: torch.Tensor  # [..., in / 128, out] int32
+
+    def __getitem__(self, expert: int) -> Words:
+        return Words(self.codes[expert], self.scales[expert])
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows in e4m3, one scale for 128 neighbours."""
+
+    codes: torch.Tensor  # [rows, size] float8_e4m3fn
+    scales: torch.Tensor  # [size / 128, rows] float32
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Rows whose group is their number modulo `count`: [tokens, groups, size] taken as rows."""
+
+    count: int
+
+
+Matrix = torch.Tensor | Codes | Words
+"""[out, in], or a stack of them where there are groups."""
+
+
+def quantise_rows(
+    x: torch.Tensor,  # [rows, size], size a multiple of 128
+) -> Rounded:
+    """Each 128 neighbours divided by the power of two that brings them to at most 448, rounded to e4m3."""
+    x = x.contiguous()
+    rows, size = x.shape
+    if size % BLOCK:
+        raise ValueError(f"rows of {size} numbers: not a multiple of {BLOCK}")
+    codes = torch.empty(rows, size, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(size // BLOCK, rows, dtype=torch.float32, device=x.device)
+    fp8 = arch_of(x) >= FIRST_FP8
+    launch(
+        quantise, (rows, triton.cdiv(size, 1024)), x, codes, scales, rows, size, FP8=fp8, BD=1024, num_warps=4
+    )
+    return Rounded(codes.view(torch.float8_e4m3fn), scales)
+
+
+def multiply(
+    x: torch.Tensor | Rounded,  # [rows / share, in]; numbers are bf16
+    weight: Matrix,  # [out, in]; with groups [experts, out, in]
+    *,
+    groups: Groups | Strided | None = None,
+    share: int = 1,  # rows of the result that one row of x gives: row r reads x[r // share]
+    factors: torch.Tensor | None = None,  # [rows] float32: what each row of the result is multiplied by
+    limit: float | None = None,  # the result is silu(gate) * up, clamped so, of halves of `out`
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit
+    """Rows of the result that no group has stay unwritten. Raises TypeError for weights as they lie in a file."""
+    eight = isinstance(x, Rounded)
+    codes, scales, format_ = _format(weight, eight)
+    rows, size, num_out = (
+        len(x) * share,
+        codes.shape[-1] * (4 if format_["FORMAT"] == "e2m1" else 1),
+        codes.shape[-2],
+    )
+    lead = x.codes if isinstance(x, Rounded) else x.contiguous()
+    config = _config(format_, eight, lead, rows, groups)
+    tiles, blocks = triton.cdiv(num_out, config["BN"]), _blocks(groups, rows, config["BM"])
+    splits = _splits(config.pop("FILL"), tiles * blocks, size, lead, groups)
+    width = num_out if limit is None else num_out // 2
+    out = torch.empty(rows, width, dtype=dtype, device=lead.device)
+    sums = torch.empty(splits, rows, num_out, dtype=torch.float32, device=lead.device) if splits > 1 else out
+    lists = groups if isinstance(groups, Groups) else Groups(sums, sums, 0)
+    constants = {"GLU": limit is not None, "WEIGHTED": factors is not None, "SPLITS": splits}
+    scale = out if factors is None else factors
+    bound = 0.0 if limit is None else limit
+    launch(
+        weigh8 if eight else weigh,
+        (tiles, blocks, splits),
+        *((x.codes, x.scales) if isinstance(x, Rounded) else (lead,)), codes, scales, sums,
+        lists.rows_of, lists.expert_of, scale, rows, num_out, size, share, bound,
+        **format_, **constants, **config,
+        GROUPED={Groups: "lists", Strided: "strided"}.get(type(groups), ""),
+        EXPERTS=groups.count if isinstance(groups, Strided) else 0,
+        EVEN=num_out % config["BN"] == 0 and size % config.get("BK", BLOCK) == 0, NATIVE=not interpreted(),
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            add_parts, (rows, triton.cdiv(width, 512)), sums, out, scale, rows, num_out, bound,
+            **constants, BD=512, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _format(weight: Matrix, eight: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Codes and scales as the kernel takes them, and its constants."""
+    match weight:
+        case Words():
+            constants = {"FORMAT": "e2m1", "TR": 1} | ({} if eight else {"POWERS": True, "TC": BLOCK})
+            return weight.codes, weight.scales, constants
+        case Codes():
+            constants = {"FORMAT": "e4m3", "TR": weight.tile[0]}
+            if eight:
+                return weight.codes, weight.scales, constants
+            constants |= {"POWERS": weight.powers, "TC": weight.tile[1]}
+            return weight.codes.view(torch.uint8), weight.scales, constants
+        case torch.Tensor() if not eight:
+            return weight, weight, {"FORMAT": "bf16", "POWERS": True, "TR": 1, "TC": BLOCK}
+        case _:
+            raise TypeError(
+                f"no kernel for weights of type {type(weight).__name__}: `prepare` them after loading"
+            )
+
+
+def _config(
+    format_: dict[str, Any], eight: bool, x: torch.Tensor, rows: int, groups: Groups | Strided | None
+) -> dict[str, Any]:
+    """Tuned tiles; a group's blocks are as tall as they were made."""
+    kind = f"weigh{'8' if eight else ''}_{format_['FORMAT']}"
+    if isinstance(groups, Groups):
+        config = tuned(f"{kind}_grouped", arch_of(x), groups.block)
+        config["BM"] = groups.block
+    else:
+        config = tuned(kind, arch_of(x), rows // groups.count if groups else rows)
+    if "BK" in config:
+        config["BK"] = min(config["BK"], format_["TC"])
+    config["STAGES"] = config.pop("num_stages")
+    return config
+
+
+def _blocks(groups: Groups | Strided | None, rows: int, block: int) -> int:
+    match groups:
+        case Groups():
+            return groups.num_blocks
+        case Strided():
+            return groups.count * triton.cdiv(rows // groups.count, block)
+        case _:
+            return triton.cdiv(rows, block)
+
+
+def _splits(fill: float, programs: int, size: int, x: torch.Tensor, groups: Groups | Strided | None) -> int:
+    """A power of two that brings the programs to about `fill` for each processor; lists of rows are not split."""
+    if isinstance(groups, Groups) or not programs:
+        return 1
+    wanted = min(fill * num_processors(x) / programs, size / (2 * BLOCK), 16)
+    return 1 << max(int(wanted).bit_length() - 1, 0) if wanted >= 2 else 1

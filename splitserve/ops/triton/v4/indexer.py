@@ -1,0 +1,109 @@
+"""The lightning indexer: rates compressed entries and keeps the best few for each token.
+
+    score[t, i] = scale[i] * sum over heads of weight[t, h] * relu(q[t, h] . code[i])
+
+A packed key's scale is positive, so it comes out of relu, and codes go into the product as they are (codes.py): the
+missing 2 ** 120 is split between q, before, and the score, after, so that no float32 sum is subnormal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import arch_of, interpreted, launch
+from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.triton.codes import e4m3_bits
+
+HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
+
+
+@triton.jit
+def rate_entries(
+    q,  # [T, heads, D] bf16
+    weights,  # [T, heads] float32
+    view, per_page, page_stride, row_stride,  # strides in steps of ALIGN elements
+    pages,  # [num_seqs, max_pages] int64
+    max_pages,
+    seq_of,  # [T] int64, unless ONE
+    num_visible,  # [T] int64
+    scores,  # [T, num_entries] float32
+    num_entries,
+    heads,
+    PACKED: tl.constexpr,
+    ONE: tl.constexpr,  # every sequence has one token
+    D: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,  # tiles of BN entries for one program
+    ALIGN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    # grid: [T, ceil(num_entries / (BN * TILES))]
+    token = tl.program_id(0).to(tl.int64)
+    seq = token if ONE else tl.load(seq_of + token)
+    visible = tl.load(num_visible + token).to(tl.int32)
+    head, col = tl.arange(0, BH), tl.arange(0, D)
+    query = tl.load(
+        q + (token * heads + head[:, None]) * D + col[None, :], mask=head[:, None] < heads, other=0.0
+    )
+    NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
+    query = (query.to(tl.float32) * (HALF if PACKED else 1.0)).to(NUM)
+    weight = tl.load(weights + token * heads + head, mask=head < heads, other=0.0)
+    for tile in tl.range(tl.program_id(1) * TILES, (tl.program_id(1) + 1) * TILES, num_stages=STAGES):
+        entry = tile * BN + tl.arange(0, BN)
+        here = entry < visible
+        page = tl.load(pages + seq * max_pages + entry // per_page, mask=here, other=0)
+        start = page * (page_stride.to(tl.int64) * ALIGN) + (entry % per_page) * (row_stride * ALIGN)
+        rows = tl.multiple_of(view + start, ALIGN)
+        if PACKED:
+            scale = tl.load((rows + D).to(tl.pointer_type(tl.float32)), mask=here, other=0.0)
+            codes = tl.load(rows[:, None] + col[None, :], mask=here[:, None], other=0)
+            keys = e4m3_bits(codes, NATIVE)
+        else:
+            keys = tl.load(rows[:, None] + col[None, :], mask=here[:, None], other=0.0).to(NUM)
+        rated = tl.maximum(tl.dot(query, tl.trans(keys)), 0.0)
+        score = tl.sum(rated * weight[:, None], 0)
+        if PACKED:
+            score *= scale * HALF
+        out = scores + token * num_entries + entry
+        tl.store(out, tl.where(here, score, float("-inf")), mask=entry < num_entries)
+
+
+def index_scores(
+    q: torch.Tensor,  # [T, heads, index_dim]
+    weights: torch.Tensor,  # [T, heads] float32, scaled
+    view: torch.Tensor,  # [num_pages, rows_per_page, width]: index keys, any strides
+    pages: torch.Tensor,  # [num_seqs, max_pages] int64
+    num_visible: torch.Tensor,  # [T] int64: entries that a token may see, the first of its sequence
+    *,
+    q_lens: Sequence[int],  # tokens of each sequence in q, in order
+) -> torch.Tensor:  # [T, entries that the pages hold] float32, -inf where not visible
+    """Twin of ref.v4.index_scores; as wide as the pages allow, so that nothing is read back from the device."""
+    heads, dim = q.shape[1:]
+    one = len(q) == len(q_lens)
+    seq_of = num_visible if one else _sequences(q_lens, q.device)
+    scores = torch.empty(len(q), pages.shape[1] * view.shape[1], dtype=torch.float32, device=q.device)
+    packed = view.dtype == torch.uint8
+    align = 4 if packed else 8
+    config = tuned("rate_entries", arch_of(q), len(q))
+    config["STAGES"] = config.pop("num_stages")
+    launch(
+        rate_entries,
+        (len(q), triton.cdiv(scores.shape[1], config["BN"] * config["TILES"])),
+        q, weights,
+        view, view.shape[1], view.stride(0) // align, view.stride(1) // align,
+        pages, pages.shape[1], seq_of, num_visible, scores, scores.shape[1], heads,
+        PACKED=packed, ONE=one, D=dim, BH=max(16, triton.next_power_of_2(heads)), ALIGN=align,
+        NATIVE=not interpreted(), **config,
+    )  # fmt: skip
+    return scores
+
+
+def _sequences(q_lens: Sequence[int], device: torch.device) -> torch.Tensor:
+    lens = torch.tensor(q_lens, device=device)
+    return torch.arange(len(q_lens), device=device).repeat_interleave(lens, output_size=sum(q_lens))
