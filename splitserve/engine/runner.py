@@ -19,6 +19,9 @@ from splitserve.layers.forward import Forward, Group, States
 from splitserve.types import Rid, SamplingParams, TokenLogprobs
 
 
+MAX_STEPS_IN_FLIGHT = 8
+
+
 class Model(Protocol):
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] in float32, the same on every rank."""
@@ -56,7 +59,8 @@ class Runner:
         self._tp = tp
         self._device = device
         self._between_layers = between_layers
-        self._last_tokens: dict[Rid, int] = {}  # of requests in the last step, for PENDING tokens of the next
+        self._last_tokens: dict[Rid, int] = {}  # of requests in the last steps, for PENDING tokens of later ones
+        self._sampled_at: dict[Rid, int] = {}
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -74,8 +78,16 @@ class Runner:
         )
         logits = self._model.forward(fwd)
         sampled = self._sample(chunks, logits)
-        self._last_tokens = {rid: s.tokens[-1] for rid, s in sampled.items() if s.tokens}
+        self._remember(step.index, sampled)
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
+
+    def _remember(self, index: int, sampled: dict[Rid, Sampled]) -> None:
+        """Keep last tokens while a step that waits for them may still come: a request can sit out steps in flight."""
+        for rid, found in sampled.items():
+            if found.tokens:
+                self._last_tokens[rid], self._sampled_at[rid] = found.tokens[-1], index
+        for rid in [r for r, at in self._sampled_at.items() if at < index - MAX_STEPS_IN_FLIGHT]:
+            del self._last_tokens[rid], self._sampled_at[rid]
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> dict[Rid, Sampled]:
         """Split the logits' rows by chunk (see batch._logit_rows) and sample all sampling rows at once."""

@@ -25,7 +25,6 @@ from splitserve.errors import (
     InvariantError,
     PeerLost,
     ProtocolError,
-    RequestError,
     SplitserveError,
     TransferError,
     by_code,
@@ -51,7 +50,15 @@ from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import Dead, Fence, Silent, Watch
 from splitserve.transfer.port import PortGroup, links_between, owed_bytes
 from splitserve.transfer.rendezvous import Dial
-from splitserve.transfer.rooms import MAX_RECORDS, UNKNOWN_ENGINE, Coming, Contact, Door, door_name
+from splitserve.transfer.rooms import (
+    MAX_RECORDS,
+    UNKNOWN_ENGINE,
+    Coming,
+    Contact,
+    Door,
+    door_name,
+    used_before,
+)
 from splitserve.wire import PROTOCOL, Accepted, Cancel, Card, Drained, HandoffFailed, Offer, Ping, Pong, Room
 
 _log = log.get(__name__)
@@ -96,11 +103,7 @@ class Receiver:
         """Check a room as soon as its request comes in. Raises RequestError: host, port, or used before."""
         self._dial.check_address(room.host, room.port)
         if room.id in self._rooms or room.id in self._used:
-            raise RequestError(
-                f"room {room.id} has been used already",
-                field="bootstrap_room",
-                fix="draw a fresh room for every attempt",
-            )
+            raise used_before(room.id)
 
     def open(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from splitserve.errors import SplitserveError
+from splitserve.errors import RequestError, SplitserveError
 from splitserve.spec import Kind, Units
 from splitserve.transfer.incoming import Incoming
 from splitserve.transfer.outgoing import Outgoing
@@ -154,6 +154,14 @@ class Contact:
     @property
     def watched(self) -> str:
         return self.engine or door_name(self.door)
+
+
+def used_before(room: int) -> RequestError:
+    return RequestError(
+        f"room {room} has been used already",
+        field="bootstrap_room",
+        fix="draw a fresh room for every attempt",
+    )
 
 
 def door_name(door: Door) -> str:

@@ -45,7 +45,7 @@ from splitserve.transfer.liveness import Dead, Fence, Silent, Watch
 from splitserve.transfer.outgoing import Outgoing
 from splitserve.transfer.port import PortGroup
 from splitserve.transfer.rendezvous import Rendezvous
-from splitserve.transfer.rooms import MAX_RECORDS, UNKNOWN_ENGINE, HeldChunk, Leaving
+from splitserve.transfer.rooms import MAX_RECORDS, UNKNOWN_ENGINE, HeldChunk, Leaving, used_before
 from splitserve.wire import (
     PROTOCOL,
     Accepted,
@@ -91,11 +91,7 @@ class Sender:
         """A request's first half has come: its chunks will be computed. Raises RequestError for a room used before."""
         old = self._find(room)
         if room in self._owned or (old and old.table.state not in (Tx.EXPECTED, Tx.REFUSED)):
-            raise RequestError(
-                f"room {room} has been used already",
-                field="bootstrap_room",
-                fix="draw a fresh room for every attempt",
-            )
+            raise used_before(room)
         entry = old or self._enter(room, deadline)
         self._over.pop(room, None)
         self._rooms[room] = entry

@@ -1,4 +1,4 @@
-"""Every module can be imported first and alone; the torch-free zone quickly and without torch; `--help` at once."""
+"""Every module can be imported first and alone; the torch-free zone without torch; `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -44,19 +44,10 @@ def import_each(modules: list[str], *before: str) -> dict[str, dict[str, Any]]:
     return results
 
 
-def test_the_zone_imports_alone_quickly_and_without_torch():
+def test_the_zone_imports_alone_and_without_torch():
     alone = import_each(zone(), *OTHERS)
     assert {m: r["error"] for m, r in alone.items() if r["error"]} == {}
     assert {m: r["loaded"] for m, r in alone.items() if {"torch", "nixl"} & set(r["loaded"])} == {}
-    # What a module imports takes no longer than the module: so only those are timed that no other one imports.
-    below = {other for m, r in alone.items() for other in r["loaded"] if other != m}
-    slow = [m for m in zone() if m not in below]
-    times: dict[str, float] = {}
-    for _ in range(TRIES):
-        if slow:
-            times = {m: r["cpu_s"] for m, r in import_each(slow).items()}
-            slow = [m for m in slow if times[m] > MOST_IMPORT_S]
-    assert {m: times[m] for m in slow} == {}
 
 
 def test_everything_else_imports_alone():

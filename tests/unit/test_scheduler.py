@@ -52,7 +52,7 @@ class Machine:
             if chunk.sample:
                 seen = [self.rows[chunk.pages[p // PAGE], p % PAGE] for p in range(chunk.stop)]
                 sampled[chunk.rid] = Sampled((next_token(seen),))
-        self.last = {rid: s.tokens[-1] for rid, s in sampled.items()}
+        self.last.update({rid: s.tokens[-1] for rid, s in sampled.items()})
         return StepResult(step.index, sampled)
 
     def write(self, pages: list[int], tokens: list[int]) -> None:
@@ -342,7 +342,7 @@ def test_every_history_ends_with_right_tokens_and_no_lost_page(moves, depth, num
         got = world.got.get(rid, [])
         assert got == expected(prompt, num)[: len(got)], "a wrong token"
         if rid not in world.errors and world.finish.get(rid) is not FinishReason.ABORT:
-            assert len(got) == num
+            assert len(got) == min(num, num_pages * PAGE - len(prompt)), "the answer is cut short"
     cache = world.scheduler.cache
     assert cache.num_free + cache.num_evictable == num_pages
     assert cache.num_quarantined == 0
