@@ -86,13 +86,22 @@ def sinkhorn(
     iters: int,
     eps: float,
 ) -> torch.Tensor:  # [T, n, n]: columns sum to one, rows nearly
-    """Softmax over rows, then `iters` column and `iters - 1` row divisions in turn; ends on columns."""
-    c = logits.softmax(-1) + eps
-    c /= c.sum(1, keepdim=True) + eps
+    """Softmax over rows, then `iters` column and `iters - 1` row divisions in turn; ends on columns.
+
+    The sums are products with a matrix of ones, which adds eps and spreads each sum over its row or column in one
+    call: these are many steps on few numbers.
+    """
+    n = logits.shape[-1]
+    cell = torch.arange(n * n, device=logits.device)
+    same_row = (cell[:, None] // n == cell // n).float()
+    same_column = (cell[:, None] % n == cell % n).float()
+    floor = same_row.new_full((n * n,), eps)
+    c = (logits.softmax(-1) + eps).flatten(1)
+    c /= torch.addmm(floor, c, same_column)
     for _ in range(iters - 1):
-        c /= c.sum(2, keepdim=True) + eps
-        c /= c.sum(1, keepdim=True) + eps
-    return c
+        c /= torch.addmm(floor, c, same_row)
+        c /= torch.addmm(floor, c, same_column)
+    return c.unflatten(1, (n, n))
 
 
 def _weighted(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
