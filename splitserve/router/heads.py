@@ -19,6 +19,9 @@ FORWARDED = frozenset(
         b"x-smg-routing-key",
     )
 )
+OURS = b"x-splitserve-router: 1\r\n"
+"""Tells decode that nobody puts prefill's prompt logprobs in front of its own, as sglang_router does."""
+
 _HOP_BY_HOP = frozenset(
     (
         b"connection",
@@ -42,7 +45,12 @@ def forwarded_lines(headers: RawHeaders) -> bytes:
 def request_parts(method: str, target: bytes, lines: bytes, body: bytes) -> tuple[bytes, bytes]:
     """A request to an engine, in two parts: the value of its Host header belongs between them."""
     before = b"%s %s HTTP/1.1\r\nhost: " % (method.encode(), target)
-    after = b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s" % (len(body), lines, body)
+    after = b"\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n%s\r\n%s" % (
+        OURS,
+        len(body),
+        lines,
+        body,
+    )
     return before, after
 
 
