@@ -1,0 +1,49 @@
+"""DeepSeek-V4's kernels in Triton: the names of ops/ref/v4, and a few that do two of them at once.
+
+Weights in codes are taken as `prepare` leaves them. Decoding rows is part of the kernels that read them.
+"""
+
+from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
+from .dense import Table, grouped_linear, linear_f32, rms_norm, rms_norm_rotate, rope_table, rotate_tail
+from .experts import clamped_swiglu, expert_ffn, mix_experts, route, route_by_token
+from .hyper import hc_head, hc_post, hc_pre
+from .indexer import choose_entries, index_scores
+from .quant import linear, linear_rounded, prepare
+from .rows import encode_keys, encode_latents, take_rows, write_keys, write_latents, write_rows
+from .sparse import Rows, attend
+
+__all__ = [
+    "Rows",
+    "Saves",
+    "Table",
+    "Windows",
+    "attend",
+    "choose_entries",
+    "clamped_swiglu",
+    "encode_keys",
+    "encode_latents",
+    "expert_ffn",
+    "grouped_linear",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
+    "index_scores",
+    "linear",
+    "linear_f32",
+    "linear_rounded",
+    "mix_experts",
+    "plan_saves",
+    "plan_windows",
+    "pool_windows",
+    "prepare",
+    "rms_norm",
+    "rms_norm_rotate",
+    "rope_table",
+    "rotate_tail",
+    "route",
+    "route_by_token",
+    "take_rows",
+    "write_keys",
+    "write_latents",
+    "write_rows",
+]

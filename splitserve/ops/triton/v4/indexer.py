@@ -107,3 +107,68 @@ def index_scores(
 def _sequences(q_lens: Sequence[int], device: torch.device) -> torch.Tensor:
     lens = torch.tensor(q_lens, device=device)
     return torch.arange(len(q_lens), device=device).repeat_interleave(lens, output_size=sum(q_lens))
+
+
+@triton.jit
+def _ranks(x):
+    """float32 -> int32 of the same order, as bits of an unsigned number."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) | -2147483648)
+
+
+@triton.jit
+def select_best(
+    scores,  # [T, num_entries] float32
+    chosen,  # [T, count] int64
+    num_entries, count,
+    BN: tl.constexpr,
+):  # fmt: skip
+    # grid: [T]
+    # the count-th largest by its digits, eight bits at a time; then all above it, and the first of its equals
+    token = tl.program_id(0).to(tl.int64)
+    row = scores + token * num_entries
+    digit = tl.arange(0, 256)
+    prefix = tl.full((), 0, tl.int32)
+    missing = count  # of the chosen, those that share the prefix
+    for place in tl.static_range(4):
+        shift: tl.constexpr = 24 - 8 * place
+        counts = tl.zeros((256,), tl.int32)
+        for start in range(0, num_entries, BN):
+            at = start + tl.arange(0, BN)
+            rank = _ranks(tl.load(row + at, mask=at < num_entries, other=float("-inf")))
+            alike = at < num_entries
+            if place > 0:
+                alike = alike & (((rank ^ prefix) >> (shift + 8)) == 0)
+            counts += tl.histogram((rank >> shift) & 0xFF, 256, mask=alike)
+        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of those alike, those with a larger digit
+        here = (above < missing) & (above + counts >= missing)
+        best = tl.sum(tl.where(here, digit, 0), 0)
+        missing -= tl.sum(tl.where(here, above, 0), 0)
+        prefix = prefix | (best << shift)
+    limit = prefix ^ -2147483648  # signed order
+    done, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, num_entries, BN):
+        at = start + tl.arange(0, BN)
+        score = tl.load(row + at, mask=at < num_entries, other=float("-inf"))
+        rank = _ranks(score) ^ -2147483648
+        same = (rank == limit) & (at < num_entries)
+        order = equal + tl.cumsum(same.to(tl.int32), 0)
+        take = ((rank > limit) & (at < num_entries)) | (same & (order <= missing))
+        into = done + tl.cumsum(take.to(tl.int32), 0) - 1
+        entry = tl.where(score == float("-inf"), -1, at).to(tl.int64)
+        tl.store(chosen + token * count + into, entry, mask=take)
+        done += tl.sum(take.to(tl.int32), 0)
+        equal += tl.sum(same.to(tl.int32), 0)
+
+
+def choose_entries(
+    scores: torch.Tensor,  # [T, N] float32, -inf where not visible
+    count: int,
+) -> torch.Tensor:  # [T, min(count, N)] int64: entries in any order, -1 where fewer are visible
+    """Twin of ref.v4.choose_entries. In order of entries; of equal scores the first are taken."""
+    scores = scores.contiguous()
+    tokens, entries = scores.shape
+    chosen = torch.empty(tokens, min(count, entries), dtype=torch.int64, device=scores.device)
+    size = min(max(256, triton.next_power_of_2(entries)), 4096)
+    launch(select_best, (tokens,), scores, chosen, entries, chosen.shape[1], BN=size, num_warps=8)
+    return chosen

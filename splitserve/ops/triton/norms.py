@@ -1,0 +1,146 @@
+"""Norms and rotations of rows, in one pass: what the models do to heads and hidden states between products.
+
+    rows [BR, D]   ── / root mean square, * weight ──▶   ── last numbers turned by the token's angles ──▶
+
+Arithmetic is float32. Pairs that turn are neighbours (PAIRS, DeepSeek-V4) or halves (Llama).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import launch
+
+Table = tuple[torch.Tensor, torch.Tensor]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_turn(
+    x,  # [tokens, heads, D], strided
+    weight,  # [D]; WEIGHT only
+    cos, sin,  # [tokens, ROPE / 2]; TURN only
+    out,  # [tokens * heads, D]
+    num_rows, heads, x_token, x_head, eps,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROPE: tl.constexpr,  # 0: nothing turns
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,  # "": none; "wide": in float32; "rounded": the quotient is rounded to x's type first
+    PAIRS: tl.constexpr,
+    BACK: tl.constexpr,  # turn by the opposite angle
+    NARROW: tl.constexpr,  # cos and sin are rounded to x's type, and so is each product
+    BR: tl.constexpr,
+):  # fmt: skip
+    # grid: [ceil(num_rows / BR)]
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    token, head = row // heads, row % heads
+    here = (row < num_rows)[:, None]
+    col = tl.arange(0, BD)[None, :]
+    source = x + (token * x_token + head * x_head)[:, None]
+    into = out + row[:, None] * D
+    loaded = tl.load(source + col, mask=here & (col < D), other=0.0)
+    wide = loaded.to(tl.float32)
+    root = tl.full((BR, 1), 1.0, tl.float32)
+    if NORM:
+        root = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        wide *= root
+        if WEIGHT == "wide":
+            wide *= tl.load(weight + col, mask=col < D, other=0.0)
+        if WEIGHT == "rounded":
+            wide = wide.to(loaded.dtype).to(tl.float32) * tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
+    tl.store(into + col, wide, mask=here & (col < D - ROPE))
+    if ROPE > 0:
+        pair = tl.arange(0, ROPE // 2)[None, :]
+        first = D - ROPE + (2 * pair if PAIRS else pair)
+        second = first + (1 if PAIRS else ROPE // 2)
+        a = tl.load(source + first, mask=here, other=0.0).to(tl.float32) * root
+        b = tl.load(source + second, mask=here, other=0.0).to(tl.float32) * root
+        if WEIGHT == "wide":
+            a *= tl.load(weight + first)
+            b *= tl.load(weight + second)
+        if NORM:  # what a norm by itself would have handed on
+            a, b = a.to(loaded.dtype).to(tl.float32), b.to(loaded.dtype).to(tl.float32)
+        c = tl.load(cos + token[:, None] * (ROPE // 2) + pair, mask=here, other=0.0)
+        s = tl.load(sin + token[:, None] * (ROPE // 2) + pair, mask=here, other=0.0)
+        if BACK:
+            s = -s
+        if NARROW:
+            c, s = c.to(loaded.dtype).to(tl.float32), s.to(loaded.dtype).to(tl.float32)
+            ac, bs = (a * c).to(loaded.dtype).to(tl.float32), (b * s).to(loaded.dtype).to(tl.float32)
+            bc, as_ = (b * c).to(loaded.dtype).to(tl.float32), (a * s).to(loaded.dtype).to(tl.float32)
+            tl.store(into + first, ac - bs, mask=here)
+            tl.store(into + second, bc + as_, mask=here)
+        else:
+            tl.store(into + first, a * c - b * s, mask=here)
+            tl.store(into + second, a * s + b * c, mask=here)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_norm(
+    x,  # [rows, D]
+    residual,  # [rows, D]
+    weight,  # [D]
+    total,  # [rows, D]: x + residual
+    out,  # [rows, D]
+    num_rows, eps,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    # grid: [rows]
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BD)
+    a = tl.load(x + row * D + col, mask=col < D, other=0.0)
+    added = (a.to(tl.float32) + tl.load(residual + row * D + col, mask=col < D, other=0.0).to(tl.float32)).to(a.dtype)
+    tl.store(total + row * D + col, added, mask=col < D)
+    wide = added.to(tl.float32)
+    scaled = (wide / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)).to(a.dtype)
+    tl.store(out + row * D + col, scaled.to(tl.float32) * tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32),
+             mask=col < D)  # fmt: skip
+
+
+def norm_and_turn(
+    x: torch.Tensor,  # [tokens, heads, size], the last dimension contiguous
+    *,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,  # None: no norm
+    table: Table | None = None,  # cos and sin [tokens, turning / 2]; None: nothing turns
+    back: bool = False,
+    pairs: bool = True,
+    narrow: bool = False,  # as Llama's twins round: after the quotient, and after each product of a rotation
+) -> torch.Tensor:  # [tokens, heads, size]
+    tokens, heads, size = x.shape
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
+    cos, sin = table or (out, out)
+    width = triton.next_power_of_2(size)
+    rows = max(1, 2048 // width)
+    kind = "" if weight is None else "rounded" if narrow else "wide"
+    launch(
+        norm_turn, (triton.cdiv(tokens * heads, rows),),
+        x, out if weight is None else weight, cos, sin, out,
+        tokens * heads, heads, x.stride(0), x.stride(1), eps or 0.0,
+        D=size, BD=width, ROPE=0 if table is None else 2 * cos.shape[-1], NORM=eps is not None, WEIGHT=kind,
+        PAIRS=pairs, BACK=back, NARROW=narrow, BR=rows, num_warps=4 if width < 4096 else 8,
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [rows, size]
+    residual: torch.Tensor,  # [rows, size]
+    weight: torch.Tensor,  # [size]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # rms_norm(x + residual), x + residual
+    """The end of one sub-layer and the start of the next."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    rows = x.numel() // max(size, 1)
+    launch(
+        add_norm, (rows,), x, residual, weight, total, out, rows, eps,
+        D=size, BD=triton.next_power_of_2(size), num_warps=8 if size >= 4096 else 4,
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,76 @@
+"""Norms, float32 products and the rotary embedding of DeepSeek-V4."""
+
+from __future__ import annotations
+
+import torch
+
+from splitserve.ops.ref.v4.dense import Table, rope_table
+from splitserve.ops.triton.multiply import Codes, Strided, multiply
+from splitserve.ops.triton.norms import norm_and_turn
+
+__all__ = ["Table", "grouped_linear", "linear_f32", "rms_norm", "rms_norm_rotate", "rope_table", "rotate_tail"]
+
+FEW_ROWS = 64  # up to here our split product beats cuBLAS on weights of bf16
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., size]
+    weight: torch.Tensor | None,  # [size] float32, or None for no weight
+    eps: float,
+) -> torch.Tensor:  # [..., size]
+    """Twin of ref.v4.rms_norm."""
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    return norm_and_turn(rows, weight=weight, eps=eps).view(x.shape)
+
+
+def rotate_tail(
+    x: torch.Tensor,  # [T, heads, head_dim]
+    table: Table,
+    *,
+    inverse: bool = False,
+) -> torch.Tensor:  # [T, heads, head_dim]
+    """Twin of ref.v4.rotate_tail."""
+    return norm_and_turn(x, table=table, back=inverse)
+
+
+def rms_norm_rotate(
+    x: torch.Tensor,  # [T, heads, head_dim]
+    weight: torch.Tensor | None,
+    eps: float,
+    table: Table,
+) -> torch.Tensor:  # [T, heads, head_dim]
+    """rotate_tail of rms_norm, in one kernel."""
+    return norm_and_turn(x, weight=weight, eps=eps, table=table)
+
+
+def linear_f32(
+    x: torch.Tensor,  # [T, in] bf16
+    weight: torch.Tensor,  # [out, in] bf16
+) -> torch.Tensor:  # [T, out] float32
+    """Twin of ref.v4.linear_f32: products of bf16 are exact in float32, and sums are float32."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return x.float() @ weight.float().T
+    if len(x) <= FEW_ROWS:
+        return multiply(x, weight, dtype=torch.float32)
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def grouped_linear(
+    x: torch.Tensor,  # [T, groups, in]
+    weight: torch.Tensor | Codes,  # [groups * out, in]
+) -> torch.Tensor:  # [T, groups * out]: each group of inputs through its own matrix
+    """Twin of ref.v4.grouped_linear, which takes numbers; codes are taken as they are."""
+    tokens, groups, size = x.shape
+    if isinstance(weight, torch.Tensor):
+        stacked = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+        return torch.bmm(x.transpose(0, 1), stacked).transpose(0, 1).flatten(1)
+    rows, columns = weight.tile
+    if weight.codes.shape[0] // groups % rows:
+        raise ValueError(f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {rows} x {columns}")
+    stack = Codes(
+        weight.codes.view(groups, -1, size),
+        weight.scales.view(groups, -1, weight.scales.shape[1]),
+        weight.tile,
+        weight.powers,
+    )
+    return multiply(x.reshape(tokens * groups, size), stack, groups=Strided(groups)).view(tokens, -1)
