@@ -128,9 +128,11 @@ def load(path: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from . import gguf_metadata, gguf_tokenizer
+    from splitserve.gguf_header import read_header
 
-    metadata = gguf_metadata.read(path)
+    from . import gguf_tokenizer
+
+    metadata = read_header(path).metadata
     fast = gguf_tokenizer.build(metadata, path)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     key = "tokenizer.ggml."

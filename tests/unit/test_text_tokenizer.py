@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from splitserve.errors import WeightsError
-from splitserve.text import gguf_metadata, tokenizer
+from splitserve.gguf_header import read_header
+from splitserve.text import tokenizer
 from splitserve.text.detokenizer import Detokenizer
 
 TRICKY = [
@@ -56,7 +57,7 @@ def smol_reference():
     """transformers' GPT-2 tokenizer over the file's vocabulary, with SmolLM2's digit rule in front."""
     from transformers import GPT2Tokenizer
 
-    metadata = gguf_metadata.read(smollm2())
+    metadata = read_header(smollm2()).metadata
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]
     specials = [t for t, k in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True) if k == 3]
@@ -289,15 +290,15 @@ HEAD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"", "cannot be read"),
-        (b"GG", "cut short"),
-        (b"NOPE" + bytes(40), "does not begin with GGUF"),
+        (b"", "is empty"),
+        (b"GG", "not a GGUF file"),
+        (b"NOPE" + bytes(40), "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
-        (HEAD, "cut short"),
-        (HEAD + struct.pack("<Q", 2**60) + b"x", "cut short"),
-        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<I", 77), "value type 77"),
-        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**61), "cut short"),
-        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 4, 2**61), "cut short"),
+        (HEAD, "truncated"),
+        (HEAD + struct.pack("<Q", 2**60) + b"x", "passes the end"),
+        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<I", 77), "unknown type 77"),
+        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**61), "more than any model has"),
+        (HEAD + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 4, 2**61), "more than any model has"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "holds no tokenizer"),
     ],
 )
