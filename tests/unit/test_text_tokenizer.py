@@ -328,7 +328,7 @@ def test_gguf_with_a_wrong_vocabulary_is_refused(tmp_path, change, says):
 def test_unknown_gguf_model_and_missing_files(tmp_path):
     with pytest.raises(WeightsError, match="'rwkv' is not known"):
         tokenizer.load(write_gguf(tmp_path / "m.gguf", "rwkv", ["a"], [1]))
-    with pytest.raises(WeightsError, match="no such file"):
+    with pytest.raises(WeightsError, match="No such file"):
         tokenizer.load(tmp_path / "nothing.gguf")
     with pytest.raises(WeightsError, match=r"holds no tokenizer\.json"):
         tokenizer.load(tmp_path)
