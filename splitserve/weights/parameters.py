@@ -263,7 +263,7 @@ def _fill_scales(
 
 def _read(checkpoint: SafetensorsDir, name: str, rows: range) -> torch.Tensor:
     """Rows of a tensor in the file's own type; ue8m0 and MXFP4 as their bits."""
-    bits = torch.from_numpy(checkpoint.raw(name, rows.start, rows.stop).copy())
+    bits = torch.from_numpy(checkpoint.raw(name, rows.start, rows.stop))
     return bits.view(_AS_TORCH.get(checkpoint.dtype(name), torch.uint8))
 
 

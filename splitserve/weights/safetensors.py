@@ -81,8 +81,9 @@ class SafetensorsDir:
         return self._entries[name].dtype
 
     def raw(self, name: str, start: int, stop: int) -> Array:
-        """Rows [start, stop) as unsigned integers of the element's size: [rows, ...], not converted.
+        """Rows [start, stop) as unsigned integers of the element's size: [rows, ...], not converted, writeable.
 
+        Read and not mapped: pages of a map stay in memory when their tensor is done with, as many as the file has.
         For quantised tensors, whose numbers mean nothing without their scales. Raises WeightsError for other types.
         """
         entry = self._entries[name]
@@ -92,8 +93,10 @@ class SafetensorsDir:
             )
         size = _RAW_BYTES[entry.dtype]
         row_bytes = math.prod(entry.shape[1:]) * size
-        bits = self._maps[entry.file][entry.start + start * row_bytes : entry.start + stop * row_bytes]
-        return _typed(bits, np.dtype(f"u{size}")).reshape(stop - start, *entry.shape[1:])
+        shape = (stop - start, *entry.shape[1:])
+        at = entry.start + start * row_bytes
+        bits = np.fromfile(entry.file, np.dtype(f"u{size}"), count=math.prod(shape), offset=at)
+        return bits.reshape(shape)
 
     def _open(self, file: Path) -> None:
         if not file.is_file():
