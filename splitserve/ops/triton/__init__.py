@@ -1,1 +1,40 @@
-"""Kernels in Triton, of the same names and signatures as ops/ref."""
+"""Kernels in Triton, of the same names and signatures as ops/ref, and a few that do two of them at once."""
+
+from .attention import (
+    DecodePlan,
+    PrefillPlan,
+    attend_decode,
+    attend_prefill,
+    plan_decode,
+    plan_prefill,
+    write_rows,
+)
+from .dense import add_rms_norm, embed, linear, rms_norm, swiglu
+from .digest import field_digests
+from .experts import choose_experts, mix_experts
+from .moves import gather_units, scatter_units
+from .rope import rope_table, rotate
+from .sampling import draw
+
+__all__ = [
+    "DecodePlan",
+    "PrefillPlan",
+    "add_rms_norm",
+    "attend_decode",
+    "attend_prefill",
+    "choose_experts",
+    "draw",
+    "embed",
+    "field_digests",
+    "gather_units",
+    "linear",
+    "mix_experts",
+    "plan_decode",
+    "plan_prefill",
+    "rms_norm",
+    "rope_table",
+    "rotate",
+    "scatter_units",
+    "swiglu",
+    "write_rows",
+]

@@ -129,18 +129,17 @@ def norm_and_turn(
 
 
 def add_rms_norm(
-    x: torch.Tensor,  # [rows, size]
-    residual: torch.Tensor,  # [rows, size]
+    x: torch.Tensor,  # [num_tokens, size]
+    y: torch.Tensor,  # [num_tokens, size]
     weight: torch.Tensor,  # [size]
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # rms_norm(x + residual), x + residual
-    """The end of one sub-layer and the start of the next."""
-    x, residual = x.contiguous(), residual.contiguous()
+) -> tuple[torch.Tensor, torch.Tensor]:  # x + y, and its norm
+    """Twin of ref.add_rms_norm: the end of one sub-layer and the start of the next."""
+    x, y = x.contiguous(), y.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
-    size = x.shape[-1]
-    rows = x.numel() // max(size, 1)
+    rows, size = x.shape
     launch(
-        add_norm, (rows,), x, residual, weight, total, out, rows, eps,
+        add_norm, (rows,), x, y, weight, total, out, rows, eps,
         D=size, BD=triton.next_power_of_2(size), num_warps=8 if size >= 4096 else 4,
     )  # fmt: skip
-    return out, total
+    return total, out

@@ -10,61 +10,7 @@ from splitserve.ops.kernels.launch import arch_of, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import Codes, Words, multiply, quantise_rows
-
-
-@triton.jit
-def choose(
-    logits,  # [T, num_experts] float32
-    bias,  # [num_experts] float32; unless BY_TOKEN
-    table,  # [vocab, count] int32; BY_TOKEN
-    tokens,  # [T] int64; BY_TOKEN
-    weights,  # [T, count] float32
-    experts,  # [T, count] int64
-    num_experts, count, scale,
-    BY_TOKEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    # grid: [T]
-    token = tl.program_id(0).to(tl.int64)
-    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
-    x = tl.load(logits + token * num_experts + expert, mask=expert < num_experts, other=0.0)
-    scores = tl.sqrt(tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))))
-    chosen = tl.full((COUNT,), 0, tl.int32)
-    if BY_TOKEN:
-        name = tl.load(tokens + token)
-        chosen = tl.load(table + name * count + slot, mask=slot < count, other=0).to(tl.int32)
-    else:
-        rest = scores + tl.load(bias + expert, mask=expert < num_experts, other=0.0)
-        rest = tl.where(expert < num_experts, rest, float("-inf"))
-        for i in range(count):
-            best = tl.argmax(rest, 0, tie_break_left=True)
-            chosen = tl.where(slot == i, best, chosen)
-            rest = tl.where(expert == best, float("-inf"), rest)
-    weight = tl.sum(tl.where(chosen[:, None] == expert[None, :], scores[None, :], 0.0), 1)
-    weight = tl.where(slot < count, weight, 0.0)
-    weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
-    tl.store(weights + token * count + slot, weight, mask=slot < count)
-    tl.store(experts + token * count + slot, chosen.to(tl.int64), mask=slot < count)
-
-
-@triton.jit
-def add_choices(
-    parts,  # [T * count, D]: rows of experts that are elsewhere hold anything
-    experts,  # [T, count] int64
-    out,  # [T, D] float32
-    D, count, first, num_local,
-    BD: tl.constexpr,
-):  # fmt: skip
-    # grid: [T, ceil(D / BD)]
-    token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BD + tl.arange(0, BD)
-    total = tl.zeros((BD,), tl.float32)
-    for i in range(count):
-        expert = tl.load(experts + token * count + i) - first
-        size = tl.where((expert >= 0) & (expert < num_local), D, 0)
-        total += tl.load(parts + (token * count + i) * D + col, mask=col < size, other=0.0).to(tl.float32)
-    tl.store(out + token * D + col, total, mask=col < D)
+from splitserve.ops.triton.routing import add_choices, choose
 
 
 @triton.jit
@@ -91,7 +37,7 @@ def route(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int64
     """Twin of ref.v4.route; best first."""
-    return _choose(logits, bias, bias, bias, count, scale, by_token=False)
+    return choose(logits, count, mode="bias", bias=bias, scale=scale)
 
 
 def route_by_token(
@@ -102,23 +48,7 @@ def route_by_token(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int64
     """Twin of ref.v4.route_by_token."""
-    return _choose(logits, logits, table, tokens, table.shape[1], scale, by_token=True)
-
-
-def _choose(
-    logits: torch.Tensor, bias: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor,
-    count: int, scale: float, *, by_token: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    logits, table = logits.contiguous(), table.contiguous()
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty(num_tokens, count, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_tokens, count, dtype=torch.int64, device=logits.device)
-    launch(
-        choose, (num_tokens,), logits, bias, table, tokens, weights, experts, num_experts, count, scale,
-        BY_TOKEN=by_token, EXPERTS=triton.next_power_of_2(num_experts), COUNT=triton.next_power_of_2(count),
-        num_warps=1,
-    )  # fmt: skip
-    return weights, experts
+    return choose(logits, table.shape[1], mode="token", table=table, tokens=tokens, scale=scale)
 
 
 def clamped_swiglu(

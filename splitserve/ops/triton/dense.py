@@ -1,0 +1,51 @@
+"""The dense parts of a Llama layer: the twins of ops/ref/dense.py. Products of bf16 are cuBLAS's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import launch
+from splitserve.ops.ref.dense import embed, linear
+from splitserve.ops.triton.norms import add_rms_norm, norm_and_turn
+
+__all__ = ["add_rms_norm", "embed", "linear", "rms_norm", "swiglu"]
+
+
+@triton.jit
+def silu_mul(
+    gate_up,  # [rows, 2 * size]
+    out,  # [rows, size]
+    size,
+    BD: tl.constexpr,
+):  # fmt: skip
+    # grid: [rows, ceil(size / BD)]
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BD + tl.arange(0, BD)
+    gate = tl.load(gate_up + row * 2 * size + col, mask=col < size, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + col, mask=col < size, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * size + col, silu * up, mask=col < size)
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., size]
+    weight: torch.Tensor,  # [size]
+    eps: float,
+) -> torch.Tensor:  # [..., size]
+    """Twin of ref.rms_norm."""
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    return norm_and_turn(rows, weight=weight, eps=eps, narrow=True).view(x.shape)
+
+
+def swiglu(
+    gate_up: torch.Tensor,  # [..., 2 * ffn]: gate, then up
+) -> torch.Tensor:  # [..., ffn]: silu(gate) * up
+    """Twin of ref.swiglu."""
+    size = gate_up.shape[-1] // 2
+    flat = gate_up.reshape(-1, 2 * size)
+    out = torch.empty(len(flat), size, dtype=flat.dtype, device=flat.device)
+    launch(silu_mul, (len(flat), triton.cdiv(size, 1024)), flat, out, size, BD=1024, num_warps=4)
+    return out.view(*gate_up.shape[:-1], size)

@@ -1,0 +1,100 @@
+"""Which experts a token goes to, and the sum of what they gave."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import launch
+
+
+@triton.jit
+def choose_few(
+    logits,  # [T, num_experts]
+    bias,  # [num_experts] float32; "bias" only
+    table,  # [vocab, count] int; "token" only
+    tokens,  # [T] int64; "token" only
+    weights,  # [T, count] float32
+    experts,  # [T, count] int64
+    num_experts, count, scale,
+    MODE: tl.constexpr,  # what chooses: "bias", "token", "softmax"
+    NORMALIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    # grid: [T]
+    token = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
+    here = expert < num_experts
+    x = tl.load(logits + token * num_experts + expert, mask=here, other=float("-inf")).to(tl.float32)
+    if MODE == "softmax":
+        scores = tl.exp(x - tl.max(x, 0))
+        scores /= tl.sum(scores, 0)
+    else:
+        scores = tl.sqrt(tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))))
+    if MODE == "token":
+        name = tl.load(tokens + token)
+        chosen = tl.load(table + name * count + slot, mask=slot < count, other=0).to(tl.int32)
+    else:
+        rest = scores
+        if MODE == "bias":
+            rest += tl.load(bias + expert, mask=here, other=0.0)
+        rest = tl.where(here, rest, float("-inf"))
+        chosen = tl.zeros((COUNT,), tl.int32)
+        for i in range(count):
+            best = tl.argmax(rest, 0, tie_break_left=True)
+            chosen = tl.where(slot == i, best, chosen)
+            rest = tl.where(expert == best, float("-inf"), rest)
+    weight = tl.sum(tl.where(chosen[:, None] == expert[None, :], scores[None, :], 0.0), 1)
+    weight = tl.where(slot < count, weight, 0.0)
+    if NORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    tl.store(weights + token * count + slot, weight * scale, mask=slot < count)
+    tl.store(experts + token * count + slot, chosen.to(tl.int64), mask=slot < count)
+
+
+@triton.jit
+def add_choices(
+    parts,  # [T * count, D]: rows of experts that are elsewhere hold anything
+    experts,  # [T, count] int64
+    out,  # [T, D]
+    D, count, first, num_local,
+    BD: tl.constexpr,
+):  # fmt: skip
+    # grid: [T, ceil(D / BD)]
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BD + tl.arange(0, BD)
+    total = tl.zeros((BD,), tl.float32)
+    for i in range(count):
+        expert = tl.load(experts + token * count + i) - first
+        size = tl.where((expert >= 0) & (expert < num_local), D, 0)
+        total += tl.load(parts + (token * count + i) * D + col, mask=col < size, other=0.0).to(tl.float32)
+    tl.store(out + token * D + col, total, mask=col < D)
+
+
+def choose(
+    logits: torch.Tensor,  # [T, experts]
+    count: int,
+    *,
+    mode: str,  # "softmax", "bias" (sqrt of softplus, chosen with a bias) or "token" (the same, chosen by a table)
+    bias: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+    scale: float = 1.0,
+    normalize: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32, experts int64), each [T, count]; best first where scores choose."""
+    logits = logits.contiguous()
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, count, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(num_tokens, count, dtype=torch.int64, device=logits.device)
+    none = experts
+    launch(
+        choose_few, (num_tokens,),
+        logits, weights if bias is None else bias, none if table is None else table.contiguous(),
+        none if tokens is None else tokens, weights, experts, num_experts, count, scale,
+        MODE=mode, NORMALIZE=normalize, EXPERTS=triton.next_power_of_2(num_experts),
+        COUNT=triton.next_power_of_2(count), num_warps=1,
+    )  # fmt: skip
+    return weights, experts
