@@ -21,11 +21,13 @@ from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Poison, Ranks
 from splitserve.engine.controls import Controls
 from splitserve.engine.fencing import Fencing
 from splitserve.engine.follower import Follower, Watched
+from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.limits import Limits
 from splitserve.engine.link import ServerLink
 from splitserve.engine.loop import Loop
 from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.throttle import Launches, Throttled
 from splitserve.engine.transfers import Transfers
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
@@ -35,10 +37,12 @@ from splitserve.models.read import read_config
 from splitserve.spec import lay_out
 from splitserve.transfer import transport as transports
 from splitserve.transfer.faults import Faults
+from splitserve.transfer.paced import Paced
 from splitserve.transfer.port import Port, PortGroup
 from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.rendezvous import Rendezvous
 from splitserve.transfer.sender import Sender
+from splitserve.transfer.transport import Transport
 from splitserve.weights.locate import locate
 from splitserve.wire import Card
 
@@ -111,8 +115,18 @@ class Builder:
         cards = ranks.cards()
         scheduler = self._scheduler(capacity)
         transfers = self._transfers(port, cards, ranks, scheduler) if port else None
-        runner = self._runner(model, pool, group, transfers.progress if transfers else _nothing)
-        controls = Controls(scheduler, AllPools(pool, ranks), transfers=transfers, faults=self.faults)
+        progress = transfers.progress if transfers else _nothing
+        runner: Launches = self._runner(model, pool, group, progress)
+        if self.faults:
+            runner = Throttled(runner, self.faults, progress=progress)
+        lifetimes = Lifetimes()
+        controls = Controls(
+            scheduler,
+            AllPools(pool, ranks),
+            transfers=transfers,
+            faults=self.faults,
+            lifetimes=lifetimes,
+        )
         loop = Loop(
             link,
             scheduler,
@@ -120,6 +134,7 @@ class Builder:
             ranks=ranks,
             transfers=transfers,
             controls=controls,
+            lifetimes=lifetimes,
             alive_fd=alive_fd,
         )
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))
@@ -165,7 +180,7 @@ class Builder:
 
     def _memory(self, join: Join) -> tuple[Port | None, Pool]:
         """The slabs, in memory that the transport can register. A unified engine meets nobody and pays for none."""
-        transport = None
+        transport: Transport | None = None
         if self.config.role != "unified":
             self.say("transport", 0.0)
             transport = transports.make(
@@ -173,6 +188,8 @@ class Builder:
                 agent_name=f"{join.engine_id}.{self.start.rank}",
                 config=self.start.transfer,
             )
+            if self.faults:
+                transport = Paced(transport, self.faults)
             self.closing.callback(transport.close)
         self.say("memory", 0.0)
         pool = Pool(

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from splitserve import wire
+from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.transfers import Transfers
 from splitserve.errors import ConfigError, NotFound, RequestError, SplitserveError
@@ -28,15 +29,18 @@ class Controls:
         *,
         transfers: Transfers | None,
         faults: Faults | None,
+        lifetimes: Lifetimes,
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._transfers = transfers
         self._faults = faults
+        self._lifetimes = lifetimes
         self._ops: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "flush_cache": self._flush,
             "poison": self._poison,
             "stats": self._stats,
+            "marks": self._marks,
             "handoffs": self._handoffs,
             "check": self._check,
             "plant": self._plant,
@@ -58,6 +62,7 @@ class Controls:
         """The figures of this moment."""
         cache = self._scheduler.cache
         counters = {k: float(v) for k, v in asdict(self._scheduler.counters).items()}
+        counters.update(self._lifetimes.sums())
         if self._transfers:
             for side in (self._transfers.sender, self._transfers.receiver):
                 counters.update({k: float(v) for k, v in side.stats().items()})
@@ -83,6 +88,9 @@ class Controls:
     def _stats(self, _: dict[str, Any]) -> dict[str, Any]:
         load = self.load()
         return {f: getattr(load, f) for f in load.__struct_fields__}
+
+    def _marks(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"requests": self._lifetimes.records()}
 
     def _handoffs(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._transfers is None:
@@ -113,8 +121,13 @@ class Controls:
                 "this engine was not started for planted faults",
                 fix="set allow_faults = true in [engine]; never on an engine that serves people",
             )
-        kind, times = args.get("fault"), args.get("times", 1)
+        kind, times, ms = args.get("fault"), args.get("times", 1), args.get("ms")
+        if isinstance(kind, str) and isinstance(ms, int | float):
+            self._faults.slow(kind, ms / 1000)
+            return {"planted": kind, "ms": ms}
         if not isinstance(kind, str) or not isinstance(times, int):
-            raise RequestError("plant takes a fault's name and a number of times", field="fault")
+            raise RequestError(
+                "plant takes a fault's name and a number of times, or a throttle's name and ms", field="fault"
+            )
         self._faults.plant(kind, times)
         return {"planted": kind, "times": times}

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from splitserve import log, wire
 from splitserve.engine.channel import Ranks
 from splitserve.engine.controls import Controls
+from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.link import ServerLink
 from splitserve.engine.request import Request
-from splitserve.engine.runner import Runner
 from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.throttle import Launches
 from splitserve.engine.transfers import Transfers
 from splitserve.engine.waiting import Waiting
 from splitserve.errors import RequestError, SplitserveError
@@ -39,10 +40,11 @@ class Loop:
         link: ServerLink,
         scheduler: Scheduler,
         *,
-        runner: Runner,
+        runner: Launches,
         ranks: Ranks,
         transfers: Transfers | None,
         controls: Controls,
+        lifetimes: Lifetimes,
         alive_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,6 +54,7 @@ class Loop:
         self._ranks = ranks
         self._transfers = transfers
         self._controls = controls
+        self._lifetimes = lifetimes
         self._clock = clock
         self._stopping = False
         self._last_load: wire.Load | None = None
@@ -78,9 +81,11 @@ class Loop:
         self._report_ends(now)
         if step is not None:
             self._ranks.send(step)
+            begin = self._clock()
             result = self._runner.launch(step).result()
             self._scheduler.apply(result)
             now = self._clock()
+            self._lifetimes.stepped(step, begin, now)
             if self._transfers:
                 self._transfers.computed(step, result, now)
             self._report_ends(now)
@@ -113,6 +118,7 @@ class Loop:
         try:
             if req.half:
                 self._expect_transfers().start(req, now)
+            self._lifetimes.began(req, now)
             self._scheduler.add(req, now)
         except SplitserveError as e:
             self._send_failure(req.rid, e)
@@ -130,6 +136,7 @@ class Loop:
 
     def _report_ends(self, now: float) -> None:
         events, ended, offers, admitted = self._scheduler.drain()
+        self._lifetimes.told(events, ended, offers, now)
         if events:
             self._link.send(wire.Outputs(tuple(events)))
         for req in ended:

@@ -30,7 +30,7 @@ PROBE_S = 30.0
 """Longest wait for the one token of /health_generate."""
 
 CONTROLS = ("flush_cache", "poison", "check", "plant", "digests")
-QUESTIONS = ("handoffs", "stats")
+QUESTIONS = ("handoffs", "stats", "marks")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

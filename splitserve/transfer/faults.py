@@ -25,18 +25,44 @@ FAULTS: Mapping[str, str] = {
 }
 """name -> what happens to a write."""
 
+THROTTLES: Mapping[str, str] = {
+    "slow_decode": "a step that decodes takes at least so long, whatever its batch",
+    "slow_prefill": "each prompt token of a step takes at least so long",
+    "slow_link": "each write that carries bytes takes at least so long, one after another",
+}
+"""name -> what a planted slowness means. Nothing is damaged: they show what `compare` says of a slow part."""
+
+
+MAX_SLOW_S = 10.0
+"""Longest throttle: a peer is given up after as long a silence."""
+
 
 class Faults:
-    """How many more writes each fault will damage."""
+    """How many more writes each fault will damage, and how slow each throttled part is."""
 
     def __init__(self) -> None:
         self._left = dict.fromkeys(FAULTS, 0)
+        self._slow_s = dict.fromkeys(THROTTLES, 0.0)
 
     def plant(self, name: str, times: int = 1) -> None:
         """Damage the next `times` writes. Raises RequestError for a name that is not in FAULTS."""
         if name not in self._left:
             raise RequestError(f"no fault {name!r}", field="fault", fix=f"one of {', '.join(FAULTS)}")
         self._left[name] = times
+
+    def slow(self, name: str, seconds: float) -> None:
+        """Throttle a part from now on; 0.0 lets it go. Raises RequestError for a name that is not in THROTTLES."""
+        if name not in self._slow_s:
+            raise RequestError(f"no throttle {name!r}", field="fault", fix=f"one of {', '.join(THROTTLES)}")
+        if not 0.0 <= seconds <= MAX_SLOW_S:
+            raise RequestError(
+                f"{name} of {seconds * 1000:g} ms; 0 to {MAX_SLOW_S * 1000:g} are allowed", field="ms"
+            )
+        self._slow_s[name] = seconds
+
+    def slowness(self, name: str) -> float:
+        """Seconds planted by `slow`; 0.0 where nothing is."""
+        return self._slow_s[name]
 
     def damage(self, card: Card, copies: Copies, note: Note) -> tuple[Copies, Note | None]:
         """What to write and to say instead (None: nothing). Writes that carry no bytes are spared."""
