@@ -24,6 +24,19 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client left or asked for it
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"  # GBNF (root ::= ...) or Lark (start: ...)
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must look like. See text/grammar.py; checked by the server before anything is queued."""
+
+    kind: GrammarKind
+    source: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Validated where it is parsed (server); an engine may rely on the ranges given here."""
 
@@ -43,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # its end ends the answer, whatever ignore_eos and min_tokens say
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

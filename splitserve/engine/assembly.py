@@ -18,6 +18,7 @@ from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup, TorchGroup
 from splitserve.engine import memory
 from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Poison, Ranks
+from splitserve.engine.constraint import Constraints
 from splitserve.engine.controls import Controls
 from splitserve.engine.fencing import Fencing
 from splitserve.engine.follower import Follower, Watched
@@ -35,6 +36,8 @@ from splitserve.models import registry
 from splitserve.models.config import ModelConfig
 from splitserve.models.read import read_config
 from splitserve.spec import lay_out
+from splitserve.text import tokenizer
+from splitserve.text.grammar import Vocabulary
 from splitserve.transfer import transport as transports
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.paced import Paced
@@ -224,7 +227,11 @@ class Builder:
             tp=group,
             device=self.device,
             between_layers=between_layers,
+            constraints=Constraints(self._vocabulary),
         )
+
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(tokenizer.load(self.source.path), self.cfg.vocab)
 
     def _scheduler(self, capacity: memory.Capacity) -> Scheduler:
         cache = Cache(

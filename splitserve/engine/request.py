@@ -81,7 +81,8 @@ class Request:
     @property
     def needs_history(self) -> bool:
         s = self.sampling
-        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+        penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+        return penalised or s.grammar is not None
 
     @property
     def order(self) -> tuple[int, float, Rid]:

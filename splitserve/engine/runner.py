@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from splitserve.engine import batch
+from splitserve.engine.constraint import Constraints
 from splitserve.engine.sampler import log_softmax_rows, sample
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.layers.forward import Forward, Group, States
-from splitserve.types import Rid, SamplingParams, TokenLogprobs
-
+from splitserve.types import Rid, TokenLogprobs
 
 MAX_STEPS_IN_FLIGHT = 8
 
@@ -52,6 +52,7 @@ class Runner:
         tp: Group,
         device: torch.device,
         between_layers: Callable[[], None],
+        constraints: Constraints,
     ) -> None:
         self._model = model
         self._states = states
@@ -59,7 +60,9 @@ class Runner:
         self._tp = tp
         self._device = device
         self._between_layers = between_layers
-        self._last_tokens: dict[Rid, int] = {}  # of requests in the last steps, for PENDING tokens of later ones
+        self._constraints = constraints
+        # Of requests in the last steps, for PENDING tokens of later ones.
+        self._last_tokens: dict[Rid, int] = {}
         self._sampled_at: dict[Rid, int] = {}
 
     @torch.inference_mode()
@@ -110,19 +113,23 @@ class Runner:
             return out
         picked = logits if len(rows) == len(logits) else logits[rows]
         finite = torch.isfinite(picked.sum(dim=-1)).tolist()
+        narrowed = self._constraints.narrow(sampling, width=picked.shape[1], device=picked.device)
         tokens, logprobs = sample(
             picked,
-            [c.sampling or SamplingParams() for c in sampling],
+            narrowed.params,
             [c.stop for c in sampling],
             num_prompts=[c.num_prompt for c in sampling],
             histories=[c.history for c in sampling],
+            allowed=narrowed.allowed,
         )
         for i, chunk in enumerate(sampling):
+            self._constraints.chosen(chunk.rid, tokens[i])
             out[chunk.rid] = Sampled(
                 (tokens[i],),
                 tuple(entry for entry in logprobs[i : i + 1] if entry is not None),
                 rated.get(chunk.rid, ()),
                 finite[i],
+                narrowed.refusals.get(chunk.rid, ""),
             )
         return out
 

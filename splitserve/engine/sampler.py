@@ -38,13 +38,16 @@ def sample(
     *,
     num_prompts: Sequence[int],
     histories: Sequence[History],
+    allowed: torch.Tensor | None = None,
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """One token for each row of `logits` [n, vocab] float32, with its logprobs where `params` ask for them.
 
     `positions` are the absolute positions of the tokens to choose; `num_prompts` the prompt lengths before them.
-    Temperature 0 takes the best token, the lowest id on a tie. `logits` is not changed.
+    Temperature 0 takes the best token, the lowest id on a tie. `logits` is not changed. Of `allowed`, bool [n, vocab],
+    every row has a token that nothing else bans; logprobs are those of the model, whatever was allowed.
     """
-    scores = _scores(logits, params, positions, num_prompts=num_prompts, histories=histories)
+    open_to = logits if allowed is None else logits.masked_fill(~allowed, _NEVER)
+    scores = _scores(open_to, params, positions, num_prompts=num_prompts, histories=histories)
     tokens = scores.argmax(-1).tolist()
     return tokens, _logprobs(logits, tokens, params)
 
@@ -185,7 +188,7 @@ def _keep_head(
     whole = (rows - ranked[:, :1]).exp().sum(-1, keepdim=True)
     total = torch.where(top_k < vocab, weights.sum(-1, keepdim=True), whole)
     before = weights.cumsum(-1) - weights  # mass of better tokens: a token stays while that is short of top-p
-    keep = (place < top_k) & (weights >= _column([p.min_p for p in params], device))
+    keep = (place < top_k) & (weights >= _column([p.min_p for p in params], device)) & (ranked > _NEVER)
     keep &= before < total * _column([p.top_p if p.top_p < 1 else math.inf for p in params], device)
     keep[:, 0] = True
     last = ranked.gather(1, keep.sum(-1, keepdim=True) - 1)

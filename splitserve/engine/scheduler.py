@@ -301,6 +301,9 @@ class Scheduler:
                 error=InvariantError("the logits are not finite: no token can be trusted"),
             )
             return
+        if sampled.refusal:
+            self._end(req, error=RequestError(sampled.refusal, field="grammar"))
+            return
         if chunk.prompt_logprobs is not None:
             if not req.prompt_logprobs:
                 req.prompt_logprobs.append(None)  # nothing precedes the first token
@@ -346,7 +349,8 @@ class Scheduler:
 
     def _finish_reason(self, req: Request, token: int) -> tuple[FinishReason | None, int | None]:
         s = req.sampling
-        if token in s.stop_token_ids and req.num_emitted >= s.min_tokens:
+        # Under a grammar an end token that comes early is the only one left (engine/constraint.py).
+        if token in s.stop_token_ids and (req.num_emitted >= s.min_tokens or s.grammar is not None):
             return FinishReason.STOP, token
         if req.num_emitted >= req.max_emitted or len(req.tokens) >= self.limits.max_len:
             return FinishReason.LENGTH, None

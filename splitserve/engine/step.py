@@ -25,7 +25,7 @@ class Chunk(msgspec.Struct, frozen=True):
     slot: int = -1
     sample: bool = False  # the last token's logits choose the next token
     sampling: SamplingParams | None = None  # when sample
-    history: tuple[int, ...] | None = None  # all known tokens, only where a penalty needs them
+    history: tuple[int, ...] | None = None  # all known tokens, only where a penalty or a grammar needs them
     num_prompt: int = 0
     prompt_logprobs: int | None = None  # of `prompt_next`, with this many best ones each
     prompt_next: tuple[
@@ -53,6 +53,7 @@ class Sampled(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finite: bool = True  # False: the logits held NaN or infinity, so no token is to be trusted
+    refusal: str = ""  # why the request's grammar cannot be followed, where it cannot
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from splitserve.errors import RequestError
-from splitserve.types import SamplingParams
+from splitserve.types import Grammar, SamplingParams
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -41,6 +41,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     n: int | None = None
+    json_schema: str | dict[str, Any] | None = None  # structured.py reads these three
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class TextRules(msgspec.Struct, frozen=True):
@@ -67,6 +70,7 @@ def sampling(
     min_tokens: int = 0,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
     prefix: str = "",
 ) -> SamplingParams:
     """Checked SamplingParams without seed and choice, which differ between the choices of a request.
@@ -86,7 +90,7 @@ def sampling(
         raise RequestError(
             f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}", field=f"{prefix}min_tokens"
         )
-    ends = () if fields.ignore_eos else limits.eos_ids
+    ends = () if fields.ignore_eos and grammar is None else limits.eos_ids  # a grammar's end is the answer's
     top_k = int(number("top_k", 0, low=-1, high=2**31))
     return SamplingParams(
         temperature=number("temperature", 1.0, low=0, high=MAX_TEMPERATURE),
@@ -103,6 +107,7 @@ def sampling(
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -45,22 +45,10 @@ def from_json_schema(schema: Any, field: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
-def from_ebnf(text: str, field: str) -> Grammar:
-    """A grammar in GBNF (`root ::= ...`) or in Lark's notation (`start: ...`). Raises RequestError naming `field`."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
-    _check_size(text, field)
-    try:
-        return Grammar(GrammarKind.LARK, any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as e:
-        raise RequestError(f"{field} is no grammar: {e}", field=field) from None
-
-
 def from_choices(choices: Sequence[str]) -> Grammar:
     """One of these texts."""
-    return Grammar(
-        GrammarKind.LARK, "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
-    )
+    words = (json.dumps(c, ensure_ascii=False) for c in choices)
+    return Grammar(GrammarKind.EBNF, f"start: {' | '.join(words)}")
 
 
 def check(grammar: Grammar, field: str) -> None:
@@ -70,7 +58,7 @@ def check(grammar: Grammar, field: str) -> None:
     _check_size(grammar.source, field)
     try:
         wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
-    except ValueError as e:  # JSON that only Python takes for JSON, such as NaN
+    except ValueError as e:  # no GBNF; or what only Python takes for JSON, such as NaN
         wrong, messages = True, [str(e)]
     if wrong:
         raise RequestError(f"{field}: {_first_words(messages[0])}", field=field)
@@ -98,9 +86,12 @@ class Vocabulary:
         import llguidance
 
         if grammar not in self._fresh:
+            check(grammar, grammar.kind.value)
             fresh = llguidance.LLMatcher(self._lexicon, _compiled(grammar), log_level=0)
             if fresh.is_error():
-                raise RequestError(f"the grammar: {_first_words(fresh.get_error())}", field=grammar.kind.value)
+                raise RequestError(
+                    f"the grammar: {_first_words(fresh.get_error())}", field=grammar.kind.value
+                )
             self._fresh[grammar] = fresh
             if len(self._fresh) > MAX_COMPILED:
                 self._fresh.popitem(last=False)
@@ -161,18 +152,18 @@ class _Lexicon:
 
 
 def _compiled(grammar: Grammar) -> str:
-    """llguidance's own notation of a grammar."""
-    from llguidance import LLMatcher
+    """llguidance's own notation of a grammar. Raises ValueError where it cannot be read at all."""
+    import llguidance
 
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(
+            return llguidance.LLMatcher.grammar_from_json_schema(
                 grammar.source, overrides={"whitespace_pattern": WHITESPACE}
             )
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.source)
-        case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+        case GrammarKind.EBNF:
+            return llguidance.grammar_from("ebnf", grammar.source)
 
 
 def _check_size(source: str, field: str) -> None:

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup
 from splitserve.engine import batch, memory
+from splitserve.engine.constraint import Constraints
 from splitserve.engine.rank import share_of
 from splitserve.engine.runner import Runner, rate
 from splitserve.engine.step import PENDING, Chunk, Step
 from splitserve.errors import CapacityError
 from splitserve.spec import Growth, StateSpec, lay_out
+from splitserve.text.grammar import Vocabulary
 from splitserve.types import SamplingParams
 
 SPECS = [StateSpec("kv", layer, Growth.PAGED, 64, pieces=2, encoding="f32") for layer in range(3)]
@@ -91,6 +93,10 @@ def test_a_step_as_tensors_puts_each_token_where_its_page_says() -> None:
     assert (fwd.num_decode, fwd.q_lens, fwd.kv_lens) == (1, (1, 4), (34, 18))
 
 
+def no_vocabulary() -> Vocabulary:
+    raise AssertionError("no request here has a grammar")
+
+
 class Echo:
     """A model whose logits say, for each row, that token + 1 comes next."""
 
@@ -108,6 +114,7 @@ def test_prompt_logprobs_rate_the_tokens_that_came_next() -> None:
         tp=SoloGroup(),
         device=torch.device("cpu"),
         between_layers=lambda: None,
+        constraints=Constraints(no_vocabulary),
     )
     greedy = SamplingParams(temperature=0, prompt_logprobs=1)
     asked = chunk(
@@ -138,6 +145,7 @@ def test_a_row_with_nan_is_marked_and_does_not_taint_its_neighbour() -> None:
         tp=SoloGroup(),
         device=torch.device("cpu"),
         between_layers=lambda: None,
+        constraints=Constraints(no_vocabulary),
     )
     greedy = SamplingParams(temperature=0)
     chunks = tuple(chunk(r, 0, (10,), (i,), sample=True, sampling=greedy) for i, r in enumerate("ab"))
