@@ -7,7 +7,9 @@ import random
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,17 +40,25 @@ def model(checkpoint: Path) -> DeepseekV4:
     return load_model(checkpoint)
 
 
+@contextmanager
+def deployed(checkpoint: Path, **settings: Any) -> Iterator[Deployment]:
+    deployment = Deployment(checkpoint, name="v4", deadline_s=30.0, **settings)
+    text = deployment.file.read_text()
+    for name, old, new in (("page_tokens", 16, 128), ("num_pages", 256, 40), ("step_tokens", 32, 100)):
+        assert f"{name} = {old}" in text
+        text = text.replace(f"{name} = {old}", f"{name} = {new}")
+    deployment.file.write_text(text)
+    deployment.up()
+    try:
+        yield deployment
+    finally:
+        deployment.close()
+
+
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path) -> Iterator[Deployment]:
-    deployment = Deployment(checkpoint, name="v4", deadline_s=30.0)
-    text = deployment.file.read_text()
-    for old, new in (("page_tokens = 16", "page_tokens = 128"), ("num_pages = 256", "num_pages = 40")):
-        assert old in text
-        text = text.replace(old, new)
-    deployment.file.write_text(text.replace("step_tokens = 32", "step_tokens = 100"))
-    deployment.up()
-    yield deployment
-    deployment.close()
+    with deployed(checkpoint) as deployment:
+        yield deployment
 
 
 def prompt(length: int) -> list[int]:
@@ -101,3 +111,15 @@ def test_verify_catches_every_planted_fault(pair: Deployment) -> None:
     assert planted
     missed = {p["fault"] for p in planted if not p["caught"]}
     assert missed <= {"swap_heads"}, "the latent is one piece: there are no heads to swap"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=["2-1", "1-2"])
+def test_sides_of_unequal_size(checkpoint: Path, model: DeepseekV4, tp: tuple[int, int]) -> None:
+    """The latent is one piece: it goes whole to every rank of the destination."""
+    with deployed(checkpoint, tp=tp) as deployment:
+        for length in (3, 129, 254):
+            status, answer = deployment.generate(prompt(length), NUM_TOKENS)
+            assert status == 200, answer
+            assert answer["output_ids"] == greedy(model, length), f"prompt of {length} tokens"
+        deployment.check()
