@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import types
 import typing
@@ -80,6 +81,9 @@ class TransferConfig:
     progress_thread: bool = _f(False, "let NIXL poll on a thread of its own; needs a core set aside")
     bootstrap_host: str = _f("127.0.0.1", "address that a prefill engine's rendezvous binds")
     bootstrap_port: int = _f(0, "rendezvous port of a prefill engine; 0: any free one")
+    peer_port: int = _f(
+        0, "rendezvous port that decode takes for a null bootstrap_port; 0: refuse such requests"
+    )
     allow_hosts: tuple[str, ...] = _f(
         ("127.0.0.1", "localhost", "::1"), "rendezvous hosts a request may name"
     )
@@ -290,6 +294,8 @@ def _check_range(value: Any, f: dataclasses.Field[Any], name: str, where: str) -
             field=name,
             fix=f"one of {', '.join(one_of)}" + (f"; did you mean {near[0]!r}?" if near else ""),
         )
+    if isinstance(value, float) and not math.isfinite(value):  # nan is neither below nor above any bound
+        raise ConfigError(f"{where}: {name} is {value!r}, must be a finite number", field=name)
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(f"{where}: {name} is {value!r}, must be {bounds}", field=name)

@@ -206,6 +206,8 @@ def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]
         wanted = transfer.bootstrap_port
         ports.append(PortWish("bootstrap", server.host, wanted + engine.index if wanted else 0))
         words += ["--bootstrap-port", port_mark(engine.name, "bootstrap")]
+    elif sum(g.replicas for g in deployment.groups if g.role is Role.PREFILL) == 1:
+        words += ["--peer-port", port_mark("prefill-0", "bootstrap")]  # a null can mean no other
     nodes = {c.node for c in engine.cores}
     node = nodes.pop() if len(nodes) == 1 else None
     memory = (

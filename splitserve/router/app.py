@@ -4,7 +4,7 @@ POST /generate, /v1/completions, /v1/chat/completions   through a pair (proxy.py
 POST /tokenize, /detokenize, other /v1/*                to one engine that answers
 GET  /v1/models, /model_info, /get_model_info           from one engine that answers
 POST /flush_cache, /abort_request                       to every engine
-GET  /health /ready /metrics /workers /server_info /get_server_info /get_load /health_generate
+GET  /health /ready /metrics /workers /server_info /get_server_info /get_load /health_generate /openapi.json
 POST /workers {"url", "worker_type", "bootstrap_port"}    DELETE /workers/ID    POST /workers/ID/drain|undrain
 """
 
@@ -25,6 +25,7 @@ from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 from splitserve.types import Role
 
+from . import openapi
 from .fleet import Endpoint, Fleet, Member
 from .proxy import GENERATING, Proxy
 from .watch import Watch
@@ -81,6 +82,7 @@ class RouterApp:
             ("GET", "/server_info"): self._server_info,
             ("GET", "/get_server_info"): self._server_info,
             ("GET", "/get_load"): self._get_load,
+            ("GET", "/openapi.json"): self._openapi,
         }
         self._known_paths = {path for _, path in self._routes} | GENERATING | _FROM_ONE | _TO_ONE | _TO_ALL
 
@@ -191,6 +193,15 @@ class RouterApp:
         ]
         responder.send_json(200, members)
 
+    async def _openapi(self, request: Request, responder: Responder) -> None:
+        status, body, kind = await self._ask_one(request)
+        if status != 200:
+            responder.send(status, body, kind)
+            return
+        engine = msgspec.json.decode(body, type=dict[str, Any])
+        passed_on = GENERATING | _FROM_ONE | _TO_ONE | _TO_ALL
+        responder.send_json(200, openapi.merged(engine, self._routes, passed_on=passed_on))
+
     # -------------------------------------------------------------- workers
 
     def _describe_all(self) -> list[dict[str, Any]]:
@@ -240,13 +251,16 @@ class RouterApp:
     # -------------------------------------------------------------- plain forwarding
 
     async def _to_one(self, request: Request, responder: Responder) -> None:
-        """To an engine that answers (decode or unified), whole answer back."""
+        answer = await self._ask_one(request)
+        responder.send(answer[0], answer[1], answer[2])
+
+    async def _ask_one(self, request: Request) -> tuple[int, bytes, str]:
+        """An engine that answers (decode or unified); Overloaded when there is none."""
         up = [m for m in self._fleet if m.healthy and not m.draining]
         member = min((m for m in up if m.role is not Role.PREFILL), key=lambda m: m.pressure, default=None)
         if member is None:
             raise Overloaded("no engine is up that could answer")
-        answer = await self._forward(request, member)
-        responder.send(answer[0], answer[1], answer[2])
+        return await self._forward(request, member)
 
     async def _to_all(self, request: Request, responder: Responder) -> None:
         members = [m for m in self._fleet if m.healthy]
@@ -263,6 +277,10 @@ class RouterApp:
                 told[member.id] = {"status": answer.status, "error": answer.message}
             else:
                 told[member.id] = {"status": answer[0]}
+        refused = next((a for a in answers if not isinstance(a, BaseException) and 400 <= a[0] < 500), None)
+        if refused is not None and all(400 <= t["status"] < 500 for t in told.values()):
+            responder.send(*refused)  # the caller's own mistake, said in the engines' words
+            return
         failed = any(t["status"] >= 300 for t in told.values())
         responder.send_json(502 if failed else 200, {"success": not failed, "workers": told})
 

@@ -8,6 +8,7 @@ from splitserve.errors import NotFound
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 
+from . import openapi
 from .access import Access
 from .generation import Generation
 from .operator import Operator, Route
@@ -28,7 +29,12 @@ class App:
             "/v1/completions": {"POST": generation.completion},
             "/generate": {"POST": generation.generate},
             **self.operator.routes(),
+            "/openapi.json": {"GET": self.describe},
         }
+
+    def describe(self, _: Request, responder: Responder) -> None:
+        """These paths and their bodies, as OpenAPI."""
+        responder.send_json(200, openapi.document(self._routes))
 
     def __call__(self, request: Request, responder: Responder) -> Awaitable[None] | None:
         if request.path not in OPEN_PATHS:

@@ -14,7 +14,7 @@ IGNORED_OPENAI = frozenset(
     """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options
     moderation parallel_tool_calls prediction reasoning_effort verbosity spaces_between_special_tokens
     separate_reasoning stream_reasoning log_metrics no_logs background data_parallel_rank data_parallel_rank_decode
-    return_cached_tokens_details cache_salt disagg_prefill_dp_rank routed_dp_rank""".split()  # noqa: SIM905
+    return_cached_tokens_details cache_salt disagg_prefill_dp_rank routed_dp_rank include_reasoning""".split()  # noqa: SIM905
 )
 
 IGNORED_SGLANG = frozenset(
@@ -30,21 +30,12 @@ NEUTRAL_OPENAI: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "web_search_options": (),
     "suffix": ("",),
-    "kv_transfer_params": (),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "lora_path": ("",),
     "session_params": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "custom_logit_processor": (),
     "chat_template": (),
     "documents": (),
@@ -71,13 +62,9 @@ NEUTRAL_SGLANG: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
     "return_entropy": (False,),
     "return_prompt_token_ids": (False,),
-    "kv_transfer_params": (),
 }
 
 NEUTRAL_SGLANG_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "regex": (),
-    "json_schema": (),
-    "ebnf": (),
     "structural_tag": (),
     "stop_regex": ([],),
     "beam_width": (1,),

@@ -1,7 +1,8 @@
 """The three endpoints that make tokens, from an accepted Job to the last byte of its answer.
 
     Intake (may refuse: 4xx) ─▶ Run in the engine ─┬─▶ stream: head at once, then events
-                                                   └─▶ whole: one JSON body at the end
+                                                   ├─▶ whole: one JSON body at the end
+                                                   └─▶ first: one JSON body at the first token (sequential.py)
 
 A stream's head goes out as soon as the request is accepted: a router that waits for both halves' heads must not wait
 for decode's tokens. What fails after the head becomes an error event and [DONE], in a complete chunked body.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from splitserve import log
-from splitserve.errors import SplitserveError
+from splitserve.errors import RequestError, SplitserveError
 from splitserve.net import sse
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
@@ -21,6 +22,7 @@ from .answer import Shape, error_events
 from .intake import Intake
 from .job import ClientLeft, Job, Run
 from .openai_answer import ChatForm, CompletionForm, OpenAIShape
+from .sequential import handed_over
 from .service import Service
 from .sglang import SglangShape
 
@@ -35,12 +37,15 @@ class Generation:
         self._service = service
 
     async def chat(self, request: Request, responder: Responder) -> None:
+        """OpenAI's chat completions."""
         await self._serve(request, responder, endpoint="chat", accept=_accept_chat)
 
     async def completion(self, request: Request, responder: Responder) -> None:
+        """OpenAI's completions: a text, token ids, or a list of either."""
         await self._serve(request, responder, endpoint="completions", accept=_accept_completion)
 
     async def generate(self, request: Request, responder: Responder) -> None:
+        """SGLang's generate: text or input_ids, one or a list; streams are cumulative."""
         await self._serve(request, responder, endpoint="generate", accept=_accept_generate)
 
     async def _serve(self, request: Request, responder: Responder, *, endpoint: str, accept: Accept) -> None:
@@ -71,7 +76,8 @@ class Generation:
         status = "500"
         responder.on_left = run.leave
         try:
-            status = await (_stream if job.stream else _whole)(run, shape, responder)
+            answer = _first if job.answers_first else _stream if job.stream else _whole
+            status = await answer(run, shape, responder)
         except ClientLeft:
             status = "client_left"
         except SplitserveError as e:
@@ -109,6 +115,20 @@ async def _whole(run: Run, shape: Shape, responder: Responder) -> str:
     return "200"
 
 
+async def _first(run: Run, shape: Shape, responder: Responder) -> str:
+    """Answer with the first tokens; the run lives on until decode has taken the state, or its lease ends."""
+    while not run.all_begun and (deltas := await run.take()):
+        shape.take(deltas)
+    responder.on_left = None
+    responder.send_json(200, {**shape.whole(), "kv_transfer_params": handed_over(run.job)})
+    try:
+        while await run.take():
+            pass
+    except SplitserveError as e:
+        return f"error:{e.code}"
+    return "200"
+
+
 async def _accept_chat(intake: Intake, request: Request) -> tuple[Job, ShapeOf]:
     job, style = await intake.chat_job(request.body, request.headers)
     form = ChatForm(style, intake.tokenizer)
@@ -122,4 +142,6 @@ async def _accept_completion(intake: Intake, request: Request) -> tuple[Job, Sha
 
 async def _accept_generate(intake: Intake, request: Request) -> tuple[Job, ShapeOf]:
     job, style = await intake.generate_job(request.body, request.headers)
+    if job.answers_first and style.many:
+        raise RequestError("kv_transfer_params is for one prompt and one choice", field="kv_transfer_params")
     return job, lambda run: SglangShape(run, style, tokenizer=intake.tokenizer)

@@ -16,10 +16,10 @@ import msgspec
 from splitserve.errors import ModelNotFound, RequestError
 from splitserve.text.chat import ChatTemplate
 from splitserve.text.tokenizer import Tokenizer
-from splitserve.types import Role
+from splitserve.types import Grammar, Role
 from splitserve.wire import Room
 
-from . import fields, params, rooms
+from . import fields, params, rooms, sequential, structured
 from .body import read_object, typed
 from .job import Job, Prompt
 from .openai import ChatBody, CompletionBody, OpenAIFields, chat_logprobs, check_fixed, messages_of
@@ -70,6 +70,7 @@ class Intake:
             seed=body.seed,
             logprobs=best,
             rid=body.rid or body.request_id or headers.get("x-request-id"),
+            grammar=await structured.grammar_of(body),
         )
         job = self._job(body, wish, stream=body.stream, priority=body.priority, place=body)
         return job, self._style(body, prefix="chatcmpl", logprobs=best, echo=False)
@@ -96,6 +97,7 @@ class Intake:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if echo else None,
             rid=body.rid or body.request_id or headers.get("x-request-id"),
+            grammar=await structured.grammar_of(body),
         )
         job = self._job(body, wish, stream=body.stream, priority=body.priority, place=body)
         return job, self._style(body, prefix="cmpl", logprobs=body.logprobs, echo=echo)
@@ -129,6 +131,7 @@ class Intake:
             logprobs=best,
             prompt_logprobs=prompt_best,
             rid=body.rid or headers.get("x-request-id"),
+            grammar=await structured.grammar_of(sampling, prefix),
             prefix=prefix,
         )
         job = self._job(sampling, wish, stream=body.stream, priority=body.priority, place=body)
@@ -200,7 +203,7 @@ class Intake:
         *,
         stream: bool | None,
         priority: int | None,
-        place: rooms.RoomFields,
+        place: sequential.SequentialFields,
     ) -> Job:
         n = params.num_choices(body, wish.prefix)
         budgets = [
@@ -223,9 +226,12 @@ class Intake:
             min_tokens=min_tokens,
             logprobs=wish.logprobs,
             prompt_logprobs=wish.prompt_logprobs,
+            grammar=wish.grammar,
             prefix=wish.prefix,
         )
-        met = rooms.rooms(place, self.place, num_prompts=len(wish.prompts), n=n)
+        met = rooms.rooms(
+            sequential.meeting(place, self.place), self.place, num_prompts=len(wish.prompts), n=n
+        )
         half = self.place.role.value if met else ""
         keep_stop = isinstance(body, OpenAIFields) and bool(body.include_stop_str_in_output)
         rules = params.text_rules(body, keep_stop=keep_stop, prefix=wish.prefix)
@@ -244,6 +250,7 @@ class Intake:
                 params.in_range(priority or 0, "priority", low=-params.MAX_PRIORITY, high=params.MAX_PRIORITY)
             ),
             stream=bool(stream),
+            answers_first=sequential.answers_first(place),
             discard=max(budgets) == 0,
         )
 
@@ -276,6 +283,7 @@ class _Wish(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     rid: str | list[str] | None = None
+    grammar: Grammar | None = None
     prefix: str = ""
 
 

@@ -52,6 +52,7 @@ class Job:
     half: str = ""
     priority: int = 0
     stream: bool = False
+    answers_first: bool = False  # prefill's half, whose answer does not wait for decode (sequential.py)
     discard: bool = False  # no output is wanted (max_tokens 0)
 
     @property
@@ -109,6 +110,11 @@ class Run:
     def age_s(self) -> float:
         """Seconds since the request arrived."""
         return self._clock() - self.arrived
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether every choice has a token."""
+        return all(self._last)
 
     def start(self) -> None:
         """Hand all choices to the engine. Raises what EngineLink.submit raises."""

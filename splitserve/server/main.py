@@ -162,6 +162,7 @@ class ServerProcess:
                 host=str(facts.get("bootstrap_host") or self._server.host),
                 port=int(facts.get("bootstrap_port") or 0),
                 allow_hosts=self._transfer.allow_hosts,
+                peer_port=self._transfer.peer_port,
             ),
         )
 
@@ -222,6 +223,7 @@ class ServerProcess:
         if task.done():
             return task.result()
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # what it raises on its way out is nobody's news
         return None
 
     # ------------------------------------------------------------------ what is opened and closed

@@ -12,6 +12,8 @@ import msgspec
 from splitserve.errors import RequestError
 
 from .params import MAX_LOGPROBS, SamplingFields, in_range
+from .sequential import KvTransferParams
+from .structured import StructuredOutputs
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -34,9 +36,15 @@ class OpenAIFields(SamplingFields, kw_only=True):
     priority: int | None = None
     best_of: int | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class ChatBody(OpenAIFields, kw_only=True):
@@ -61,11 +69,6 @@ class CompletionBody(OpenAIFields, kw_only=True):
 
 def check_fixed(body: OpenAIFields) -> None:
     """Fields whose only supported values are those that ask for nothing."""
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(
-            f"response_format {str(kind)[:40]!r} is not supported by this server", field="response_format"
-        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(f"best_of is {body.best_of}, must equal n ({body.n or 1})", field="best_of")
     if isinstance(body, ChatBody):

@@ -2,7 +2,7 @@
 
     bootstrap_room   63 bits; one for each choice, or one for all: choice i then meets in room + i
     bootstrap_host   where prefill's rendezvous listens; decode connects there, so it must be on an allow-list
-    bootstrap_port   likewise; null on a prefill server means its own
+    bootstrap_port   likewise; null means on prefill its own, on decode the setting peer_port
 
 A request without a room is served whole, whatever the engine's role.
 """
@@ -29,12 +29,16 @@ class RoomFields(Protocol):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """This engine as seen by split requests. `host` and `port` are its own rendezvous, 0 without one."""
+    """This engine as seen by split requests.
+
+    `host` and `port` are its own rendezvous, `peer_port` that of prefill for requests which do not name it. 0: none.
+    """
 
     role: Role
     host: str
     port: int
     allow_hosts: tuple[str, ...]
+    peer_port: int = 0
 
 
 def rooms(fields: RoomFields, place: Place, *, num_prompts: int, n: int) -> tuple[Room, ...]:
@@ -126,12 +130,13 @@ def _at_decode(room: int, host: str | None, port: int | None, *, place: Place) -
             field="bootstrap_host",
             fix=f"allowed are {', '.join(place.allow_hosts)}; the setting is allow_hosts in [transfer]",
         )
+    port = port if port is not None else place.peer_port or None
     if port is None:
         raise RequestError(
             "bootstrap_port is null: decode must know where prefill listens",
             field="bootstrap_port",
             fix="with sglang_router give it behind the URL: --prefill http://HOST:PORT BOOTSTRAP_PORT; "
-            "prefill's /server_info shows it",
+            "prefill's /server_info shows it; or start decode with --peer-port PORT",
         )
     if not 0 < port < 65536:
         raise RequestError(f"bootstrap_port is {port}, must be 1 to 65535", field="bootstrap_port")

@@ -19,6 +19,7 @@ from .answer import event
 from .choice import Choice, Delta, Ending
 from .job import Run
 from .params import MAX_LOGPROBS, SamplingFields, in_range
+from .sequential import KvTransferParams
 
 
 class SglangSampling(SamplingFields, kw_only=True):
@@ -44,6 +45,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 def logprobs_of(body: GenerateBody) -> tuple[int | None, int | None]:

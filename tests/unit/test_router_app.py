@@ -288,7 +288,30 @@ def test_forwarding_to_one_and_to_all() -> None:
             assert prefill.seen[-1].path == decode.seen[-1].path == "/flush_cache?timeout=5"
             prefill.behaves = whole(500, {})
             assert (await ask(port, "POST", "/flush_cache")).json["success"] is False
+            prefill.behaves = decode.behaves = whole(400, {"error": {"param": "rid"}})
+            refused = await ask(port, "POST", "/abort_request", {"rid": 7})
+            assert (refused.status, refused.json["error"]["param"]) == (400, "rid")
         await prefill.die()
+        await decode.die()
+
+    go(run())
+
+
+def test_openapi_is_an_engines_cut_to_what_passes_through_and_our_own() -> None:
+    async def run() -> None:
+        _, decode, workers = await pair()
+        described = {
+            "openapi": "3.1.0",
+            "paths": {"/generate": {"post": {"summary": "x"}}, "/debug/plant": {}},
+        }
+        decode.behaves = whole(200, described)
+        async with running(workers) as router:
+            await until(lambda: router.fleet.ready)
+            paths = (await get(router, "/openapi.json")).json["paths"]
+            assert paths["/generate"] == {"post": {"summary": "x"}}
+            assert "/debug/plant" not in paths
+            assert set(paths["/workers"]) == {"get", "post"}
+            assert set(paths["/workers/{id}"]) == {"get", "delete"}
         await decode.die()
 
     go(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -368,6 +369,38 @@ def test_a_client_that_leaves_aborts_its_request_at_once(bench, stream):
         assert b'status="client_left"} 1.0' in (await b.call("GET", "/metrics"))[2]
 
     bench(say("x" * 400, end=False), body) if stream else bench(lambda _: [], body)
+
+
+def test_prefill_that_answers_first_goes_on_until_its_handoff_is_done(bench):
+    """vllm-router's order: the answer comes with the first token, and answering does not end the request."""
+
+    async def body(b: Bench) -> None:
+        ask = {"prompt": "Hi", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = await asyncio.wait_for(b.json("POST", "/v1/completions", ask), 3)
+        asked, told = b.engine.generates[0], answer["kv_transfer_params"]
+        assert told["bootstrap_room"] == asked.room.id
+        assert (told["bootstrap_host"], told["bootstrap_port"]) == ("127.0.0.1", 8998)
+        assert len(b.service.runs) == 1
+        b.engine.outbox.append(wire.Outputs((TokenEvent(asked.rid, finish=FinishReason.LENGTH),)))
+        await b.until(lambda: not b.service.runs)
+        assert b.engine.aborts == []
+
+    bench(lambda request: [TokenEvent(request.rid, tokens=(65,))], body, role=Role.PREFILL)
+
+
+def test_openapi_describes_every_path_and_field(bench):
+    async def body(b: Bench) -> None:
+        found = await b.json("GET", "/openapi.json")
+        assert {"/generate", "/v1/chat/completions", "/v1/models", "/openapi.json"} <= set(found["paths"])
+        chat = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+        name = chat["schema"]["$ref"].rpartition("/")[2]
+        fields = found["components"]["schemas"][name]["properties"]
+        assert {"messages", "temperature", "kv_transfer_params", "bootstrap_room"} <= set(fields)
+        refs = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(found))
+        assert set(refs) <= set(found["components"]["schemas"])
+        assert "max_new_tokens" in found["components"]["schemas"]["SglangSampling"]["properties"]
+
+    bench(say("a"), body)
 
 
 def test_a_client_that_leaves_while_another_stays(bench):

@@ -106,7 +106,7 @@ SHARED = [
     ({"n": 2.5}, "n"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
     ({"skip_special_tokens": 1}, "skip_special_tokens"),
-    ({"regex": "a+"}, "regex"),
+    ({"regex": "a("}, "regex"),
     ({"no_such_field": 1}, "no_such_field"),
 ]
 
@@ -152,7 +152,7 @@ OWN = [
         {**CHAT, "stream": True, "stream_options": {"include_usage": 1}},
         "stream_options.include_usage",
     ),
-    ("chat", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
     ("chat", {**CHAT, "tool_choice": "required"}, "tool_choice"),
     ("chat", {**CHAT, "tools": "x"}, "tools"),
     ("chat", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template"),
@@ -161,7 +161,7 @@ OWN = [
     ("chat", {**CHAT, "n": 3, "rid": ["a", "b"]}, "rid"),
     ("chat", {**CHAT, "priority": 2**40}, "priority"),
     ("chat", {**CHAT, "return_hidden_states": True}, "return_hidden_states"),
-    ("chat", {**CHAT, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ("chat", {**CHAT, "kv_transfer_params": {"do_remote_decode": 7}}, "kv_transfer_params.do_remote_decode"),
     ("text", {}, "prompt"),
     ("text", {"prompt": ""}, "prompt"),
     ("text", {"prompt": []}, "prompt"),
