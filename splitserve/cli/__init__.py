@@ -38,6 +38,11 @@ def main(argv: Sequence[str] | None = None, *, program: tuple[str, ...] = PROGRA
     except BrokenPipeError:  # whoever read our output has gone, as in `splitserve logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as e:  # a full disk, no descriptors, no permission: the machine's state, and no bug
+        if _debug():
+            raise
+        where = f": {e.filename}" if e.filename else ""
+        return complain(f"{e.strerror or e}{where}", "`splitserve doctor` checks this machine", code=1)
     except (
         Exception
     ) as e:  # the border to a person: a bug is one line too, and the traceback is one variable away

@@ -8,6 +8,7 @@ and the child leaves. stdout carries JSON lines, stderr goes to the log file dir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from splitserve.errors import ConfigError
 from splitserve.launch.identity import Identity, descendants, parent_of
 
 _MAX_LINE = 1 << 16
@@ -87,12 +87,15 @@ class Running:
                     return
                 message = _parse(line)
                 if message is None:
-                    with self.log.open("ab") as log:
-                        log.write(line)
+                    self._to_log(line)
                 else:
                     on_message(message)
         finally:
             transport.close()
+
+    def _to_log(self, line: bytes) -> None:
+        with contextlib.suppress(OSError), self.log.open("ab", buffering=0) as log:
+            log.write(line)
 
 
 def start(
@@ -104,23 +107,22 @@ def start(
     env: Mapping[str, str],
     command: tuple[str, ...],
 ) -> Running:
-    """Start `command` + `words` on `cpus`. ConfigError where the system refuses a process."""
+    """Start `command` + `words` on `cpus`. OSError where the system refuses a process or the log."""
     line = [*command, *words, "--alive-fd", str(alive.reader)]
-    with log.open("ab") as stderr:
-        stderr.write(f"$ {' '.join(line)}\n".encode())
-        stderr.flush()
-        try:
-            popen = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                process_group=0,
-                pass_fds=(alive.reader,),
-                env=dict(env),
-            )
-        except OSError as e:
-            raise ConfigError(f"cannot start {line[0]}: {e.strerror}", fix="see `splitserve doctor`") from e
+    stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        _write_if_possible(stderr, f"$ {' '.join(line)}\n".encode())
+        popen = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            process_group=0,
+            pass_fds=(alive.reader,),
+            env=dict(env),
+        )
+    finally:
+        os.close(stderr)
     # Still one thread here, so that every thread it will ever have inherits this.
     os.sched_setaffinity(popen.pid, cpus)
     return Running(popen, log)
@@ -160,6 +162,12 @@ def orphans(known: Mapping[int, str]) -> list[Identity]:
     """Adopted processes that still run: ranks of an engine whose server has died."""
     me = os.getpid()
     return [who for who in descendants(me) if who.pid not in known and parent_of(who.pid) == me and who.alive]
+
+
+def _write_if_possible(fd: int, text: bytes) -> None:
+    """To a log. A full disk costs words there and nothing else."""
+    with contextlib.suppress(OSError):
+        os.write(fd, text)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

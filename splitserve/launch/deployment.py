@@ -112,6 +112,7 @@ def parse(
     router, of_router = given.section(RouterConfig, "router")
     settings += [*of_transfer, *of_server, *of_router]
     _check_cpus(groups, source)
+    _check_alike(groups, source)
     return Deployment(
         source.removeprefix("file "), config, tuple(groups), transfer, server, router, tuple(settings)
     )
@@ -252,3 +253,20 @@ def _check_cpus(groups: Sequence[Group], source: str) -> None:
                     fix="name each cpu once, or leave cpus out and let them be chosen",
                 )
             owner[cpu] = group.role
+
+
+def _check_alike(groups: Sequence[Group], source: str) -> None:
+    """What both halves of a pair must agree on, for one's rows to mean the same at the other.
+
+    They compare all of it when they meet (transfer/layout.py); this says the obvious before anything is loaded.
+    """
+    for name in ("page_tokens", "dtype", "kv_dtype"):
+        values = {str(g.role): getattr(g.engine, name) for g in groups}
+        # dtype "auto" may come out as what the other side names; of kv_dtype's two values one is "auto".
+        meant = {v for v in values.values() if name != "dtype" or v != "auto"}
+        if len(meant) > 1:
+            raise ConfigError(
+                f"{source}: {name} differs: " + ", ".join(f"[{role}] has {v}" for role, v in values.items()),
+                field=name,
+                fix=f"set {name} in [engine], for both",
+            )

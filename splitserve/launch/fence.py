@@ -16,6 +16,8 @@ from splitserve.errors import RequestError
 from splitserve.launch.identity import Identity, parent_of
 
 WAIT_S = 5.0
+MAX_PID = 1 << 22
+"""Of Linux on 64 bits."""
 
 
 async def fence(who: Identity, ours: Mapping[int, str]) -> dict[str, Any]:
@@ -24,6 +26,8 @@ async def fence(who: Identity, ours: Mapping[int, str]) -> dict[str, Any]:
     Returns {"ok": true, "dead": bool, "name"}: "" where that process was gone already. RequestError where the pid
     belongs to somebody else.
     """
+    if not 0 < who.pid <= MAX_PID:
+        raise RequestError(f"{who.pid} is no pid", field="pid", fix="fence only pids of `splitserve status`")
     try:
         pidfd = os.pidfd_open(who.pid)
     except ProcessLookupError:

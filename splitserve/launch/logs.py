@@ -6,6 +6,7 @@ supervisor is gone. `bound` cuts a file in place (copy, then truncate), which is
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 def bound(path: Path, max_bytes: int) -> bool:
     """Cut a log that has grown past `max_bytes`: its later half moves to PATH.1. True if it was cut.
 
-    Lines written between the copy and the cut are lost; that is a few in every `max_bytes`.
+    Lines written between the copy and the cut are lost; that is a few in every `max_bytes`. Where the disk has no room
+    for the copy there is none: a log must not keep a full disk full.
     """
     try:
         size = path.stat().st_size
@@ -25,7 +27,12 @@ def bound(path: Path, max_bytes: int) -> bool:
     with path.open("rb+") as log:
         log.seek(size - max_bytes // 2)
         log.readline()
-        path.with_name(path.name + ".1").write_bytes(log.read())
+        older = path.with_name(path.name + ".1")
+        try:
+            older.write_bytes(log.read())
+        except OSError:
+            with contextlib.suppress(OSError):
+                older.unlink(missing_ok=True)
         log.truncate(0)
     return True
 

@@ -139,10 +139,14 @@ class RunDir:
         self._lock = None
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Replace state.json in one step, so that a reader never sees half of it."""
+        """Replace state.json in one step, so that a reader never sees half of it. OSError leaves the former one."""
         temporary = self.path / "state.json.new"
-        temporary.write_text(json.dumps({"boot": boot_id(), **state}, indent=1))
-        temporary.rename(self.path / "state.json")
+        try:
+            temporary.write_text(json.dumps({"boot": boot_id(), **state}, indent=1))
+            temporary.rename(self.path / "state.json")
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def read_state(self) -> dict[str, Any] | None:
         """What the supervisor last wrote, None if there is nothing readable."""

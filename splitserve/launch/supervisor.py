@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from splitserve.errors import ConfigError, RequestError
+from splitserve.errors import RequestError
 from splitserve.launch import children, control, logs, probe
 from splitserve.launch.commands import fill, url
 from splitserve.launch.deployment import Deployment
@@ -102,6 +102,8 @@ class Supervisor:
         self._running: dict[str, children.Running] = {}
         self._alive = children.AlivePipe()
         self._events: deque[Event] = deque()
+        self._acting = False
+        self._unwritten = ""  # why state.json is behind, as told last
         self._finished: asyncio.Future[int] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +124,7 @@ class Supervisor:
         server = await control.serve(self._run_dir.control, self._answer)
         self._spawn_task(self._bound_logs())
         try:
-            self._do(self._lifecycle.start(time.monotonic()))
+            self._act(self._lifecycle.start(time.monotonic()))
             code = await self._finished
         finally:
             server.close()
@@ -158,11 +160,18 @@ class Supervisor:
     def _feed(self, event: Event) -> None:
         """Hand one event to the lifecycle and act. Events that acting causes wait their turn."""
         self._events.append(event)
-        if len(self._events) > 1:
-            return
-        while self._events:
-            self._do(self._lifecycle.handle(self._events[0], time.monotonic()))
-            self._events.popleft()
+        if not self._acting:
+            self._act([])
+
+    def _act(self, first: list[Action]) -> None:
+        """Do `first`, then what waits and what comes of it."""
+        self._acting = True
+        try:
+            self._do(first)
+            while self._events:
+                self._do(self._lifecycle.handle(self._events.popleft(), time.monotonic()))
+        finally:
+            self._acting = False
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -179,8 +188,18 @@ class Supervisor:
                     if self._finished and not self._finished.done():
                         self._finished.set_result(code)
         self._lifecycle.check()
-        self._run_dir.write_state(self.state())
+        self._keep_state()
         self._arm()
+
+    def _keep_state(self) -> None:
+        """Write state.json. Where that fails (a full disk), serve on and say so once."""
+        try:
+            self._run_dir.write_state(self.state())
+            self._unwritten = ""
+        except OSError as e:
+            if self._unwritten != (why := f"cannot write state.json: {e.strerror}"):
+                self._unwritten = why
+                self._report({"event": "trouble", "name": "", "text": why})
 
     def _arm(self) -> None:
         """One timer, at the lifecycle's next deadline."""
@@ -193,11 +212,12 @@ class Supervisor:
 
     def _start(self, spec: ProcSpec) -> None:
         words = fill(spec.argv, self._ports)
+        own = self._run_dir.path / spec.name
         if spec.stage == 0:  # engines keep sockets of their own, and may ask to have a silent peer fenced
-            own = self._run_dir.path / spec.name
-            own.mkdir(mode=0o700, exist_ok=True)
             words += ("--run-dir", str(own), "--control", str(self._run_dir.control))
         try:
+            if spec.stage == 0:
+                own.mkdir(mode=0o700, exist_ok=True)
             running = children.start(
                 words,
                 self._run_dir.log(spec.name),
@@ -206,9 +226,11 @@ class Supervisor:
                 env=children.child_env(spec.env, os.environ),
                 command=self._command,
             )
-        except ConfigError as e:
-            self._report({"event": "died", "name": spec.name, "text": e.message})
-            self._events.append(Exited(spec.name, 2))
+        except (
+            OSError
+        ) as e:  # no process, memory or disk to be had: that may pass, so this is no wrong setting
+            self._report({"event": "died", "name": spec.name, "text": f"cannot be started: {e}"})
+            self._events.append(Exited(spec.name, 1))
             return
         self._running[spec.name] = running
         self._spawn_task(running.read_lines(lambda message: self._on_message(spec.name, running, message)))
@@ -330,7 +352,8 @@ class Supervisor:
         }
 
     def _outcome(self, code: int) -> Outcome:
-        at_fault = self._last_dead if code in (1, 2) else None
+        # Where nobody died, no token came through: the router says in its log how that went.
+        at_fault = (self._last_dead or self._run_dir.log("router")) if code in (1, 2) else None
         tail = tuple(logs.tail(at_fault, TAIL_LINES)) if at_fault else ()
         return Outcome(code, self._lifecycle.why, str(at_fault or ""), tail)
 

@@ -79,11 +79,17 @@ class Ranks:
             self._watchers.append(asyncio.create_task(self._watch(rank, process)))
 
     async def stop(self, *, within_s: float = 5.0) -> None:
-        """Let the ranks leave by closing their pipes; kill those that are still there after `within_s`."""
+        """Ask the ranks to leave; kill those that are still there after `within_s`.
+
+        By their pipes, and by SIGTERM too: one that still imports or loads looks at no pipe yet, and just ends.
+        """
         self._stopping = True
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
         if self._watchers:
             _, late = await asyncio.wait(self._watchers, timeout=within_s)
             if late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from splitserve.net.probe import free_ports
+from splitserve.server.ranks import Ranks
 from tests.fake_engine import save_tokenizer, until
 
 SERVE = Path(__file__).with_name("serve_fake.py")
@@ -280,3 +282,15 @@ def _figures(server: Server) -> dict[str, float]:
     connection.request("GET", "/metrics")
     lines = [x for x in connection.getresponse().read().decode().splitlines() if x and not x.startswith("#")]
     return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines)}
+
+
+def test_a_rank_that_is_still_loading_leaves_at_once(tmp_path):
+    """It watches no pipe yet, so it must be told by a signal; else every stop while loading takes all the patience."""
+
+    async def run() -> None:
+        code = "import signal, sys; print('on', file=sys.stderr, flush=True); signal.pause()"
+        ranks = Ranks(tmp_path, "r", argv=lambda _config, _fd: [sys.executable, "-c", code])
+        await ranks.start([{}], threads=0)
+        await asyncio.wait_for(ranks.stop(within_s=60.0), 20.0)
+
+    asyncio.run(run())

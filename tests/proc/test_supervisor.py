@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -195,9 +196,9 @@ def test_a_start_that_fails_says_why_and_leaves_only_logs(
 
 
 def test_a_start_that_takes_too_long_names_the_late_one(shell: Shell):
-    done = shell("up", shell.file(prefill="slow", ready_timeout_s=1.0))
+    done = shell("up", shell.file(prefill="slow", ready_timeout_s=5.0))
     assert done.returncode == 1
-    assert "not ready after 1 s: prefill-0 (weights)" in done.stderr
+    assert "not ready after 5 s: prefill-0 (weights)" in done.stderr
 
 
 def test_a_killed_engine_is_started_again_on_the_same_ports(shell: Shell):
@@ -242,6 +243,29 @@ def test_ranks_of_a_killed_server_are_gone_before_it_starts_again(shell: Shell):
     assert not who.exists
     until("it is ready again", lambda: shell.process("decode-0")["phase"] == "ready")
     shell("down")
+
+
+def test_a_full_disk_costs_the_state_file_and_nothing_else(shell: Shell):
+    shell.up(shell.file())
+    (
+        shell.run_dir() / "state.json.new"
+    ).mkdir()  # from here on writing state.json fails, as it would for want of room
+    os.kill(shell.process("decode-0")["pid"], signal.SIGKILL)
+    until("it was started again", lambda: shell.process("decode-0")["restarts"] == 1)
+    until("it is ready again", lambda: shell.process("decode-0")["phase"] == "ready")
+    assert shell("down").returncode == 0
+    assert not shell.run_dir().exists()
+
+
+def test_a_program_that_cannot_be_started_is_an_error_and_no_hang(shell: Shell):
+    code = "import sys; from splitserve.cli import main; sys.exit(main(sys.argv[1:], program=('/nowhere/splitserve',)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "up", shell.file()],
+        env=shell.env, capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot be started: [Errno 2] No such file or directory: '/nowhere/splitserve'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_restart_by_an_operator(shell: Shell):
@@ -345,6 +369,8 @@ def test_the_control_socket_is_private_and_answers_nonsense(shell: Shell):
         b"[]",
         b'{"op": "dance"}',
         b'{"op": "fence", "pid": "x"}',
+        b'{"op": "fence", "pid": -1, "start": 1}',
+        b'{"op": "fence", "pid": 99999999999999999999, "start": 1}',
         b'{"op": "restart"}',
         b"\xff",
     ):

@@ -127,3 +127,27 @@ def test_broken_toml_says_where(tmp_path: Path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not TOML"):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "prefill", "decode"),
+    [("page_tokens", 16, 32), ("dtype", "f32", "bf16"), ("kv_dtype", "fp8", "auto")],
+)
+def test_halves_whose_rows_would_differ_are_refused_before_anything_loads(
+    key: str, prefill: Any, decode: Any
+):
+    with pytest.raises(
+        ConfigError, match=rf"{key} differs: \[prefill\] has {prefill}, \[decode\] has {decode}"
+    ):
+        make({**PAIR, "prefill": {key: prefill}, "decode": {key: decode}})
+    make({**PAIR, "engine": {key: prefill}})
+
+
+def test_a_dtype_that_may_come_out_equal_is_not_refused():
+    make({**PAIR, "prefill": {"dtype": "f32"}})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "nan", "-inf"])
+def test_a_number_that_is_none_is_refused(value: Any):
+    with pytest.raises(ConfigError, match=r"deadline_s is -?(nan|inf), must be"):
+        make({**PAIR, "transfer": {"deadline_s": value}})

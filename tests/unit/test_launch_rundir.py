@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.errors import ConfigError
-from splitserve.launch import logs
+from splitserve.launch import children, logs
 from splitserve.launch.identity import Identity
 from splitserve.launch.rundir import RunDir, names, root
 
@@ -130,6 +130,26 @@ def test_a_log_is_cut_and_its_end_kept(tmp_path: Path):
     with log.open("a") as still_open:
         still_open.write("more\n")
     assert logs.tail(log, 5) == ["more"]
+
+
+def test_a_log_is_cut_even_where_its_copy_finds_no_room(tmp_path: Path):
+    log = tmp_path / "x.log"
+    log.write_bytes(b"line\n" * 1000)
+    (tmp_path / "x.log.1").mkdir()  # writing there fails, as on a full disk
+    assert logs.bound(log, 1000)
+    assert log.stat().st_size == 0
+
+
+def test_a_child_starts_although_its_log_takes_no_word():
+    alive = children.AlivePipe()
+    line = ("/bin/sh", "-c", "exit 3")
+    cpus = tuple(os.sched_getaffinity(0))
+    child = children.start((), Path("/dev/full"), alive=alive, cpus=cpus, env={}, command=line)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.reap() == 3
+    assert child.popen.stdout
+    child.popen.stdout.close()
+    alive.close()
 
 
 def test_a_follower_sees_each_line_once_even_across_a_cut(tmp_path: Path):
