@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
-
-from splitserve.ops import ref as ops
 
 from .forward import Forward
 
@@ -15,11 +15,12 @@ from .forward import Forward
 class AttentionPlan:
     """How this step's sequences read their pages, for layers with one window size."""
 
-    decode: ops.DecodePlan | None
-    prefills: tuple[ops.PrefillPlan, ...]
+    ops: ModuleType  # that made the plans and understands them
+    decode: Any  # ops.DecodePlan | None
+    prefills: tuple[Any, ...]  # of ops.PrefillPlan
 
 
-def plan_attention(fwd: Forward, window: int = 0) -> AttentionPlan:
+def plan_attention(fwd: Forward, ops: ModuleType, *, window: int = 0) -> AttentionPlan:
     """Host work of a step: the one-token sequences as one batch, every other sequence by itself."""
     n = fwd.num_decode
     decode = ops.plan_decode(fwd.pages[:n], fwd.kv_lens[:n], fwd.page_tokens, window) if n else None
@@ -28,19 +29,21 @@ def plan_attention(fwd: Forward, window: int = 0) -> AttentionPlan:
         rows = slice(row, row + fwd.q_lens[i])
         prefills.append(ops.plan_prefill(fwd.pages[i], fwd.kv_lens[i], rows, fwd.page_tokens, window))
         row = rows.stop
-    return AttentionPlan(decode, tuple(prefills))
+    return AttentionPlan(ops, decode, tuple(prefills))
 
 
 def attend(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    kv: torch.Tensor,  # [num_tokens, kv_heads, 2 * head_dim]: the new rows
+    k: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
+    v: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
     fwd: Forward,
+    *,
     plan: AttentionPlan,
     layer: int,
 ) -> torch.Tensor:  # [num_tokens, num_heads * head_dim]
-    """Write the new rows into their pages, then let every token look at its sequence's rows up to itself."""
-    view = fwd.states.view("kv", layer)
-    ops.write_rows(view, kv, fwd.write_page, fwd.write_row)
+    """Write the new keys and values into their pages, then let every token look at its sequence's rows up to itself."""
+    ops, view = plan.ops, fwd.states.view("kv", layer)
+    ops.write_rows(view, k, v, fwd.write_page, fwd.write_row)
     scale = q.shape[-1] ** -0.5
     if not plan.prefills and plan.decode:
         return ops.attend_decode(q, view, plan.decode, scale).flatten(1)

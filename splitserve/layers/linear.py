@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
-from splitserve.ops import ref as ops
+from splitserve.ops import ref
 
 from .forward import Group
 
@@ -17,9 +18,10 @@ class ColumnLinear:
 
     weight: torch.Tensor  # [out / tp, in]
     bias: torch.Tensor | None = None  # [out / tp]
+    ops: ModuleType = ref
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class RowLinear:
     weight: torch.Tensor  # [out, in / tp]
     bias: torch.Tensor | None  # [out], whole on every rank
     tp: Group
+    ops: ModuleType = ref
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.tp.all_reduce(ops.linear(x, self.weight))
+        y = self.tp.all_reduce(self.ops.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -44,7 +47,7 @@ class Embedding:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
-        return self.tp.all_reduce(ops.embed(tokens, self.table, self.tp.rank * self.table.shape[0]))
+        return self.tp.all_reduce(ref.embed(tokens, self.table, self.tp.rank * self.table.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Head:
     table: torch.Tensor  # [vocab_padded / tp, hidden]
     vocab: int
     tp: Group
+    ops: ModuleType = ref
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_logits, hidden] -> [num_logits, vocab] float32, whole on every rank."""
-        logits = self.tp.all_gather(ops.linear(x, self.table), dim=-1)
+        logits = self.tp.all_gather(self.ops.linear(x, self.table), dim=-1)
         return logits[:, : self.vocab].float()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -19,7 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.layers.attention import AttentionPlan, attend, plan_attention
 from splitserve.layers.forward import Forward, Group
 from splitserve.layers.linear import ColumnLinear, Embedding, Head, RowLinear
-from splitserve.ops import ref as ops
+from splitserve.ops.choose import kernels
 from splitserve.spec import local_pieces
 from splitserve.weights.load import DTYPES, load
 from splitserve.weights.locate import Source
@@ -42,8 +43,10 @@ class Attention:
     kv_heads: int  # of this rank
     eps: float
     layer: int
+    ops: ModuleType
 
     def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
+        ops = self.ops
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         turned, v = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -52,16 +55,17 @@ class Attention:
             turned = torch.cat((q, k), dim=1)
         turned = ops.rotate(turned, table)
         q, k = turned[:, : -self.kv_heads], turned[:, -self.kv_heads :]
-        return self.out(attend(q, torch.cat((k, v), dim=-1), fwd, plan, self.layer))
+        return self.out(attend(q, k, v, fwd, plan=plan, layer=self.layer))
 
 
 @dataclass(frozen=True)
 class DenseFfn:
     gate_up: ColumnLinear
     down: RowLinear
+    ops: ModuleType
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+        return self.down(self.ops.swiglu(self.gate_up(x)))
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,10 @@ class ExpertFfn:
     count: int
     normalize: bool
     tp: Group
+    ops: ModuleType
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        ops = self.ops
         weights, experts = ops.choose_experts(
             ops.linear(x, self.router), self.count, normalize=self.normalize
         )
@@ -88,10 +94,12 @@ class Layer:
     mlp: DenseFfn | ExpertFfn
     eps: float
     window: int
+    ops: ModuleType
 
     def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
-        x = x + self.attn(ops.rms_norm(x, self.attn_norm, self.eps), fwd, table, plan)
-        return x + self.mlp(ops.rms_norm(x, self.mlp_norm, self.eps))
+        seen = self.attn(self.ops.rms_norm(x, self.attn_norm, self.eps), fwd, table, plan)
+        x, normed = self.ops.add_rms_norm(x, seen, self.mlp_norm, self.eps)
+        return x + self.mlp(normed)
 
 
 class Llama:
@@ -101,6 +109,7 @@ class Llama:
         """`dtype` is f32, bf16 or f16, for weights, activations and state. Raises ConfigError when tp does not fit."""
         self.cfg, self.tp, self.device = cfg, tp, device
         self.dtype = DTYPES[dtype]
+        self._ops = kernels(device, self.dtype, head_dim=cfg.head_dim)
         self._sizes = sizes(cfg, tp.rank, tp.size)
         rope = frequencies(cfg.rope, cfg.head_dim, cfg.max_len)
         self._inverse = torch.tensor(rope.inverse, dtype=torch.float32, device=device)
@@ -122,13 +131,14 @@ class Llama:
         self._embed = Embedding(p["embed"], self.tp)
         self._layers = [self._layer(p, i) for i in range(self.cfg.num_layers)]
         self._norm = p["norm"]
-        self._head = Head(p["embed"] if self.cfg.tied_head else p["head"], self.cfg.vocab, self.tp)
+        self._head = Head(p["embed"] if self.cfg.tied_head else p["head"], self.cfg.vocab, self.tp, self._ops)
 
     @torch.inference_mode()
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the pages afterwards."""
+        ops = self._ops
         table = ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
-        plans = {w: plan_attention(fwd, w) for w in {layer.window for layer in self._layers}}
+        plans = {w: plan_attention(fwd, ops, window=w) for w in {layer.window for layer in self._layers}}
         x = self._embed(fwd.tokens)
         for layer in self._layers:
             x = layer(x, fwd, table, plans[layer.window])
@@ -136,23 +146,27 @@ class Llama:
         return self._head(ops.rms_norm(x[fwd.logit_rows], self._norm, self.cfg.eps))
 
     def _layer(self, p: dict[str, torch.Tensor], i: int) -> Layer:
-        cfg, at = self.cfg, f"layers.{i}."
+        cfg, ops, at = self.cfg, self._ops, f"layers.{i}."
         attn = Attention(
-            qkv=ColumnLinear(p[at + "qkv.weight"], p.get(at + "qkv.bias")),
-            out=RowLinear(p[at + "out.weight"], p.get(at + "out.bias"), self.tp),
+            qkv=ColumnLinear(p[at + "qkv.weight"], p.get(at + "qkv.bias"), ops),
+            out=RowLinear(p[at + "out.weight"], p.get(at + "out.bias"), self.tp, ops),
             q_norm=p.get(at + "q_norm"),
             k_norm=p.get(at + "k_norm"),
             head_dim=cfg.head_dim,
             kv_heads=len(self._sizes.local("kv")) // cfg.head_dim,
             eps=cfg.eps,
             layer=i,
+            ops=ops,
         )
-        return Layer(p[at + "attn_norm"], attn, p[at + "mlp_norm"], self._ffn(p, at), cfg.eps, cfg.window(i))
+        return Layer(
+            p[at + "attn_norm"], attn, p[at + "mlp_norm"], self._ffn(p, at), cfg.eps, cfg.window(i), ops
+        )
 
     def _ffn(self, p: dict[str, torch.Tensor], at: str) -> DenseFfn | ExpertFfn:
         if at + "router" not in p:
-            gate_up = ColumnLinear(p[at + "gate_up.weight"], p.get(at + "gate_up.bias"))
-            return DenseFfn(gate_up, RowLinear(p[at + "down.weight"], p.get(at + "down.bias"), self.tp))
+            gate_up = ColumnLinear(p[at + "gate_up.weight"], p.get(at + "gate_up.bias"), self._ops)
+            down = RowLinear(p[at + "down.weight"], p.get(at + "down.bias"), self.tp, self._ops)
+            return DenseFfn(gate_up, down, self._ops)
         return ExpertFfn(
             p[at + "router"],
             p[at + "experts.gate_up"],
@@ -160,6 +174,7 @@ class Llama:
             count=self.cfg.num_experts_per_token,
             normalize=self.cfg.norm_experts,
             tp=self.tp,
+            ops=self._ops,
         )
 
 

@@ -13,7 +13,7 @@ from package import PACKAGE, ROOT, sources, tree
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 8
-MOST_KERNEL_LINES = 150  # a Triton kernel is one function by nature, and takes each pointer and stride
+MOST_KERNEL_LINES = 150  # a kernel is one function by nature, and takes each pointer and stride
 
 FORBIDDEN_WORDS = {
     "manager",
@@ -45,7 +45,7 @@ def functions() -> Iterator[tuple[Path, Function]]:
 
 
 def is_kernel(f: Function) -> bool:
-    return any("triton" in ast.unparse(d) for d in f.decorator_list)
+    return any(word in ast.unparse(d) for d in f.decorator_list for word in ("triton", "njit", "intrinsic"))
 
 
 def where(path: Path, node: Function | ast.ClassDef) -> str:

@@ -46,7 +46,8 @@ class Case:
             at += c
             rows = torch.randn(n, kv_heads, 2 * HEAD, generator=draw) * 2
             token = torch.arange(n)
-            ops.write_rows(self.view, rows, self.pages[i, token // page_tokens], token % page_tokens)
+            k, v = rows.chunk(2, dim=-1)
+            ops.write_rows(self.view, k, v, self.pages[i, token // page_tokens], token % page_tokens)
             self.rows.append(rows)
         self.q = torch.randn(sum(lens), kv_heads * group, HEAD, generator=draw) * 2
 

@@ -9,13 +9,14 @@ from .attention import (
     plan_prefill,
     write_rows,
 )
-from .dense import embed, linear, rms_norm, swiglu
+from .dense import add_rms_norm, embed, linear, rms_norm, swiglu
 from .experts import choose_experts, mix_experts
 from .rope import rope_table, rotate
 
 __all__ = [
     "DecodePlan",
     "PrefillPlan",
+    "add_rms_norm",
     "attend_decode",
     "attend_prefill",
     "choose_experts",

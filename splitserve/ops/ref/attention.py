@@ -42,12 +42,13 @@ class PrefillPlan:
 
 def write_rows(
     view: torch.Tensor,  # [num_pages, kv_heads, page_tokens, 2 * head_dim]
-    rows: torch.Tensor,  # [num_tokens, kv_heads, 2 * head_dim]
+    k: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
+    v: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
     page: torch.Tensor,  # [num_tokens] int64
     row: torch.Tensor,  # [num_tokens] int64
 ) -> None:
     """Put each token's key and value where its page says. (page, row) pairs must differ."""
-    view[page, :, row] = rows.to(view.dtype)
+    view[page, :, row] = torch.cat((k, v), dim=-1).to(view.dtype)
 
 
 def plan_decode(

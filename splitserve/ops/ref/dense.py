@@ -36,6 +36,16 @@ def rms_norm(
     return weight * scaled.to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor,  # [num_tokens, size]
+    y: torch.Tensor,  # [num_tokens, size]
+    weight: torch.Tensor,  # [size]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # x + y, and its norm
+    total = x + y
+    return total, rms_norm(total, weight, eps)
+
+
 def swiglu(
     gate_up: torch.Tensor,  # [..., 2 * ffn]: gate, then up
 ) -> torch.Tensor:  # [..., ffn]: silu(gate) * up
