@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.step import Sampled, Step, StepResult
-from splitserve.errors import InvariantError, RequestError, SplitserveError, by_code
+from splitserve.errors import DeadlineExceeded, InvariantError, RequestError, SplitserveError, by_code
 from splitserve.transfer.events import Arrived, PortEvent, ReceiveFailed, Released, SendFailed, Sent
 from splitserve.transfer.port import PortGroup
 from splitserve.transfer.receiver import Receiver
@@ -84,6 +84,7 @@ class Transfers:
 
     def poll(self, now: float) -> None:
         """Move what can be moved and tell the scheduler."""
+        self._expire(now)
         for event in self.sender.poll(now):
             match event:
                 case SendFailed(room=room, code=code, message=message):
@@ -143,8 +144,18 @@ class Transfers:
 
     # ------------------------------------------------------------------ steps of the above
 
-    def _deadline(self, req: Request, now: float) -> float:
-        own = now + self._deadline_s
+    def _expire(self, now: float) -> None:
+        """End decode halves that have queued for rows past their deadline: their other half has given up by now."""
+        for req in list(self._scheduler.waiting):
+            if req.awaits_peer and now >= self._deadline(req, req.arrived):
+                error = DeadlineExceeded(
+                    f"no room at this engine for {self._deadline_s:g} s",
+                    fix="try again; if this repeats, lower the load or raise deadline_s in [transfer]",
+                )
+                self._scheduler.fail(req.rid, error)
+
+    def _deadline(self, req: Request, arrived: float) -> float:
+        own = arrived + self._deadline_s
         return min(own, req.deadline) if req.deadline else own
 
     def _computed(self, req: Request, start: int, stop: int, sampled: Sampled | None, now: float) -> None:
@@ -168,7 +179,7 @@ class Transfers:
         assert req.holding is not None
         start = req.holding.num_cached
         units = self._scheduler.cache.units(req.holding, start, req.num_prompt)
-        deadline = self._deadline(req, now)
+        deadline = self._deadline(req, req.arrived)
         try:
             self.receiver.open(room, req.num_prompt, start=start, units=units, now=now, deadline=deadline)
         except SplitserveError as e:

@@ -1,0 +1,88 @@
+"""Between scheduler and handoffs: how long a half may wait, counted from its arrival and from nothing later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitserve.engine.limits import Limits
+from splitserve.engine.request import Phase, Request
+from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.transfers import Transfers
+from splitserve.errors import DeadlineExceeded
+from splitserve.kv.cache import Cache
+from splitserve.types import SamplingParams
+from splitserve.wire import Room
+
+DEADLINE_S = 6.0
+
+
+class Half:
+    """A sender or receiver with nothing to report, that keeps the deadlines it is given."""
+
+    def __init__(self) -> None:
+        self.deadlines: dict[int, float] = {}
+
+    def admit(self, room: Room) -> None: ...
+
+    def open(self, room: Room, num_tokens: int, *, deadline: float, **_: Any) -> None:
+        self.deadlines[room.id] = deadline
+
+    def poll(self, now: float) -> list[Any]:
+        return []
+
+
+class Engine:
+    """One seat for any number of decode halves, turned by hand."""
+
+    def __init__(self) -> None:
+        cache = Cache(num_pages=16, page_tokens=4)
+        self.scheduler = Scheduler(cache, Limits(max_len=40, max_seqs=1, step_tokens=8))
+        self.receiver = Half()
+        self.transfers = Transfers(
+            Half(), self.receiver, ports=None, scheduler=self.scheduler, deadline_s=DEADLINE_S
+        )  # type: ignore[arg-type]
+
+    def add(self, number: int, now: float) -> Request:
+        room = Room(number, "127.0.0.1", 1)
+        sampling = SamplingParams(max_tokens=3)
+        req = Request(f"r{number}", [1, 2, 3], 3, sampling, half="decode", room=room)
+        self.transfers.start(req, now)
+        self.scheduler.add(req, now)
+        return req
+
+    def turn(self, now: float) -> None:
+        self.transfers.poll(now)
+        self.scheduler.plan(now)
+        s = self.scheduler
+        ended, offers, admitted = list(s.ended), list(s.offers), list(s.admitted)
+        s.ended.clear(), s.offers.clear(), s.admitted.clear()
+        self.transfers.follow(ended, offers, admitted, now)
+
+
+def test_a_half_that_queued_past_its_deadline_ends_and_its_room_with_it():
+    """Else rooms whose other half never comes would hold every seat in turn, and the queue behind them for minutes."""
+    engine = Engine()
+    first, second = engine.add(1, now=0.0), engine.add(2, now=1.0)
+    engine.turn(1.0)
+    assert (first.phase, second.phase) == (Phase.ARRIVING, Phase.WAITING)
+    engine.turn(DEADLINE_S + 0.9)
+    assert second.phase is Phase.WAITING
+    engine.turn(DEADLINE_S + 1.0)
+    assert second.phase is Phase.ENDED
+    assert isinstance(second.error, DeadlineExceeded)
+    assert engine.transfers._receiving == {1: "r1"}
+
+
+@pytest.mark.parametrize("waited", [0.0, 2.5])
+def test_time_in_the_queue_counts_towards_the_handoffs_deadline(waited: float):
+    engine = Engine()
+    first = engine.add(1, now=10.0)
+    engine.turn(10.0)
+    second = engine.add(2, now=10.0)
+    engine.scheduler.abort(first.rid)
+    engine.scheduler.rows_free(first.rid)
+    engine.turn(10.0 + waited)
+    assert second.phase is Phase.ARRIVING
+    assert engine.receiver.deadlines[2] == 10.0 + DEADLINE_S
