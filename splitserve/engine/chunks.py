@@ -28,6 +28,20 @@ def share(prompts: Sequence[Request], budget: int, *, makeup: int) -> Iterator[t
         yield req, size
 
 
+def may_share(req: Request, running: Sequence[Request], *, page_tokens: int) -> bool:
+    """Whether somebody computes this very prompt right now: waiting for those pages is cheaper than computing them.
+
+    So it is with the choices of one request. A prompt that is to be rated is computed whole by each.
+    """
+    if req.num_prompt <= page_tokens or req.sampling.prompt_logprobs is not None:
+        return False
+    prompt = req.tokens[: req.num_prompt]
+    return any(
+        r.num_prompt == req.num_prompt and r.num_done < r.num_prompt and r.tokens[: r.num_prompt] == prompt
+        for r in running
+    )
+
+
 def cut(req: Request, size: int, *, page_tokens: int) -> Chunk:
     """The next `size` tokens of a request as a chunk; counts them as planned."""
     assert req.holding is not None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from splitserve.engine.chunks import cut, share
+from splitserve.engine.chunks import cut, may_share, share
 from splitserve.engine.limits import Counters, Limits
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
@@ -189,7 +189,10 @@ class Scheduler:
             chunks.append(self._chunk(req, size))
 
     def _admit(self, budget: int) -> list[Request]:
-        """Give rows to those who wait, in order: nobody overtakes a request that waits for memory."""
+        """Give rows to those who wait, in order: nobody overtakes a request that waits for memory.
+
+        One whose prompt another is computing lets others pass until it finds those pages cached.
+        """
         fresh = []
         seats = self.limits.max_seqs - len(self.running) - self._num_arriving()
         prompts = sum(r.num_left > 1 for r in self.running)
@@ -197,6 +200,8 @@ class Scheduler:
             computes = not req.awaits_peer
             if seats == 0 or (computes and (budget == 0 or prompts >= MAX_OPEN_PROMPTS)):
                 break
+            if computes and self._may_share(req):
+                continue
             if not self._take_rows(req):
                 break
             self.waiting.remove(req)
@@ -206,6 +211,10 @@ class Scheduler:
             if computes:
                 fresh.append(req)
         return fresh
+
+    def _may_share(self, req: Request) -> bool:
+        pages_suffice = self.cache.prefix and self.cache.num_slots == 0  # what slots hold is not found again
+        return pages_suffice and may_share(req, self.running, page_tokens=self.cache.page_tokens)
 
     def _place(self, req: Request) -> None:
         """Decide where a request that has just got its rows goes on."""

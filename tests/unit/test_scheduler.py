@@ -20,7 +20,7 @@ from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.step import PENDING, Sampled, Step, StepResult
 from splitserve.errors import RequestError, TransferError
 from splitserve.kv.cache import Cache
-from splitserve.types import FinishReason, SamplingParams
+from splitserve.types import FinishReason, Grammar, GrammarKind, SamplingParams
 from splitserve.wire import Room
 
 PAGE = 4
@@ -172,6 +172,60 @@ def test_stop_token_and_min_tokens() -> None:
     world.run()
     assert world.got["a"] == expected(prompt, 2)
     assert world.finish["a"] is FinishReason.STOP
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_choices_of_one_prompt_compute_it_once(depth: int) -> None:
+    world, prompt = World(make(), depth=depth), list(range(4 * PAGE + 2))
+    for i in range(5):
+        world.scheduler.add(request(f"c{i}", prompt, 3), 0)
+    world.run()
+    assert world.got == {f"c{i}": expected(prompt, 3) for i in range(5)}
+    assert world.scheduler.counters.prompt_tokens == len(prompt) + 4 * 2
+
+
+def test_nobody_waits_for_a_prompt_that_cannot_be_shared() -> None:
+    """Shorter than a page, or to be rated, or an aborted sibling's: all of these are computed at once."""
+    rated = {"prompt_logprobs": 0}
+    for prompt, sampling in (([1, 2, 3], {}), (list(range(3 * PAGE)), rated)):
+        scheduler = make(step_tokens=64)
+        for i in range(3):
+            scheduler.add(request(f"c{i}", prompt, 3, sampling=sampling), 0)
+        scheduler.plan(0)
+        assert len(scheduler.running) == 3
+    scheduler = make(step_tokens=8)
+    for i in range(2):
+        scheduler.add(request(f"c{i}", list(range(30)), 3), 0)
+    scheduler.plan(0)
+    scheduler.plan(0)
+    assert [r.rid for r in scheduler.running] == ["c0"]
+    scheduler.abort("c0")
+    scheduler.plan(0)
+    assert [r.rid for r in scheduler.running] == ["c1"]
+
+
+def test_a_grammar_s_end_is_the_answer_s_even_before_min_tokens() -> None:
+    prompt = [1, 2, 3]
+    sampling = {"stop_token_ids": (expected(prompt, 3)[1],), "min_tokens": 5}
+    for grammar, num in ((None, 9), (Grammar(GrammarKind.REGEX, "x"), 2)):
+        world = World(make())
+        world.scheduler.add(request("a", prompt, 9, sampling={**sampling, "grammar": grammar}), 0)
+        world.run()
+        assert len(world.got["a"]) == num
+
+
+def test_a_grammar_that_cannot_be_followed_is_the_client_s_error_not_a_token() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2], 4), 0)
+    step = scheduler.plan(0)
+    scheduler.apply(StepResult(step.index, {"a": Sampled((3,), refusal="too much")}))
+    events, ended, _, _ = scheduler.drain()
+    assert (ended[0].error.status, ended[0].error.field, ended[0].error.message) == (
+        400,
+        "grammar",
+        "too much",
+    )
+    assert not events
 
 
 def test_refusals_name_the_field() -> None:
