@@ -32,7 +32,7 @@ class RopeFrequencies:
 
 @dataclass(frozen=True)
 class Near:
-    """Flat positions of window rows: in the ring's view (`from_ring`), else in [ring rows of all sequences, new rows]."""
+    """Flat positions of window rows: in the ring's view (`from_ring`), else in [all sequences' ring rows, new rows]."""
 
     index: torch.Tensor  # [T, window] int64, -1: before the first token
     from_ring: bool
