@@ -64,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._headers: RawHeaders = []
         self._body: bytes | bytearray = b""
         self._head_bytes = 0
+        self._num_fed = 0  # bytes of the segment that is being parsed
         self._body_raw = 0
         self._waiting: deque[tuple[Request, Responder]] = deque()
         self._active: Responder | None = None
@@ -149,6 +150,7 @@ class Connection(asyncio.Protocol):
             self._deadline = self._server.loop.time() + self._server.limits.head_timeout_s
         if self._phase == BODY:
             self._body_raw += len(data)
+        self._num_fed = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -215,15 +217,17 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         limits = self._server.limits
         self._version = self._parser.get_http_version()
-        size, length, expects = len(self._target) + 16, 0, False
+        length, expects = 0, False
         for name, value in self._headers:
-            size += len(name) + len(value) + 4
-            lower = name.lower()
-            if lower == b"content-length":
+            size = len(name)
+            if size == 14 and name.lower() == b"content-length":
                 length = int(value)
-            elif lower == b"expect":
+            elif size == 6 and name.lower() == b"expect":
                 expects = value.lower() == b"100-continue"
-        if size > limits.max_head_bytes:
+        if (
+            self._head_bytes + self._num_fed > limits.max_head_bytes
+            and self._head_size() > limits.max_head_bytes
+        ):
             self._reject_head()
         elif length > limits.max_body_bytes:
             self._reject_body(length)
@@ -238,6 +242,10 @@ class Connection(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._phase = BODY
         self._deadline = self._server.loop.time() + limits.body_timeout_s
+
+    def _head_size(self) -> int:
+        """Bytes of the head that was read: what came with it may hold a body or another request."""
+        return len(self._target) + 16 + sum(len(n) + len(v) + 4 for n, v in self._headers)
 
     def on_body(self, piece: bytes) -> None:
         if self._rejection is not None:

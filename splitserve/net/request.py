@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote
 
@@ -49,9 +49,7 @@ class Request:
         self.target = target
         self.raw_headers = raw_headers
         self.body = body
-        path, _, self._raw_query = _origin_form(target).partition(b"?")
-        text = path.decode("latin-1")
-        self.path = unquote(text) if "%" in text else text
+        self.path, self._raw_query = _split(target)
 
     @cached_property
     def headers(self) -> dict[str, str]:
@@ -69,6 +67,14 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.path}, body={len(self.body)})"
+
+
+@lru_cache(maxsize=64)
+def _split(target: bytes) -> tuple[str, bytes]:
+    """(path, query) of a target. Clients ask for the same few paths again and again."""
+    path, _, query = _origin_form(target).partition(b"?")
+    text = path.decode("latin-1")
+    return unquote(text) if "%" in text else text, query
 
 
 def _origin_form(target: bytes) -> bytes:

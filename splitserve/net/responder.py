@@ -202,7 +202,9 @@ class Responder:
             self._ended.set_result(None)
 
     def _finish(self) -> None:
-        self._mark_ended()
+        self.ended = True
+        if self._ended is not None:
+            self._tell_ended()
         self._conn.on_writable = None
         self._conn.finished(self, keep_alive=self._keep_alive)
 

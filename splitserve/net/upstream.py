@@ -61,11 +61,13 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append  # a stream has a piece for each token: no Python frame for each
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._headers: RawHeaders = []
-        self._pieces: list[bytes] = []
+        self._num_pieces = 0  # of the answer that is complete; more belong to one that nobody asked for
         self._status = 0
         self._head_done = self._head_told = self._complete = False
         self._keep_alive = self._surplus = self._received = False
@@ -81,10 +83,11 @@ class Upstream(asyncio.Protocol):
         self._exchange = exchange
         self._head_bytes = 0
         self._received = self._head_done = self._head_told = self._complete = False
-        if self._transport is None or self._transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             self._lose("the connection was closed before the request was sent", connected=False)
         else:
-            self._transport.write(request)
+            transport.write(request)
 
     def abort(self) -> None:
         """Give the exchange up and close the connection at once; the peer sees its client leave."""
@@ -102,6 +105,11 @@ class Upstream(asyncio.Protocol):
         if self._paused and self.usable and self._transport is not None:
             self._transport.resume_reading()
         self._paused = False
+
+    @property
+    def at_end(self) -> bool:
+        """Inside `on_body`: whether this is the last of the body, so that `on_end` follows at once."""
+        return self._complete
 
     @property
     def usable(self) -> bool:
@@ -143,10 +151,13 @@ class Upstream(asyncio.Protocol):
                 return
             self._head_told = True
             exchange.on_head(self._status, self._headers)
-        if self._pieces:
-            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            self._pieces.clear()
-            if self._exchange is exchange:
+        pieces = self._pieces
+        if pieces:
+            if self._surplus:
+                del pieces[self._num_pieces :]
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            if body and self._exchange is exchange:
                 exchange.on_body(body)
         if self._complete and self._exchange is exchange:
             self._end()
@@ -168,13 +179,10 @@ class Upstream(asyncio.Protocol):
             self._status = self._parser.get_status_code()
             self._head_done = self._status >= 200
 
-    def on_body(self, piece: bytes) -> None:
-        if not self._surplus:
-            self._pieces.append(piece)
-
     def on_message_complete(self) -> None:
         if not self._complete:
             self._complete = self._head_done
+            self._num_pieces = len(self._pieces)
             self._keep_alive = self._parser.should_keep_alive()
 
     # -------------------------------------------------------------- ends
@@ -191,11 +199,14 @@ class Upstream(asyncio.Protocol):
     def _end(self) -> None:
         exchange, self._exchange = self._exchange, None
         self._num_served += 1
-        self.resume_reading()  # the piece that ended the response may have filled the reader behind us
-        if self.usable and self._keep_alive and not self._surplus:
-            self._pool.give(self)
-        elif self._transport is not None:
-            self._transport.close()
+        if self._paused:
+            self.resume_reading()  # the piece that ended the response may have filled the reader behind us
+        transport = self._transport
+        if transport is not None:
+            if self._keep_alive and not self._surplus and not transport.is_closing():
+                self._pool.give(self)
+            else:
+                transport.close()
         if exchange is not None:
             exchange.on_end()
 

@@ -82,7 +82,10 @@ class Leg:
         return self.status >= 400
 
     def header(self, name: bytes, default: bytes = b"") -> bytes:
-        return next((value for n, value in self.headers if n.lower() == name), default)
+        for n, value in self.headers:
+            if n.lower() == name:
+                return value
+        return default
 
     # -------------------------------------------------------------- Exchange
 

@@ -56,6 +56,7 @@ class Relay:
         "_first_failure_at",
         "_framed",
         "_kept",
+        "_last",
         "_last_failure",
         "_lines",
         "_num_kept",
@@ -95,6 +96,7 @@ class Relay:
         self._framed = False
         self._kept: list[bytes] = []
         self._num_kept = 0
+        self._last = b""
         self.started_at = proxy.now()
         self.deadline = self.started_at + proxy.config.request_deadline_s
         self.heard_at = self.started_at
@@ -123,6 +125,7 @@ class Relay:
             self._give_up(last)
             return
         self._num_tries += 1
+        proxy.metrics.num_warnings += bool(route.warning)
         self._route = route
         proxy.fleet.begin(route, self._features.num_blocks, now)
         proxy.chooser.chosen(route, self._features)
@@ -152,7 +155,7 @@ class Relay:
         """Bytes of the answer."""
         self.heard_at = self._proxy.now()
         if self._committed:
-            self._pass_on(piece)
+            self._send_on(leg, self._frame(piece))
         elif leg.header(b"content-type").startswith(b"text/event-stream"):
             told = failure.of_first_event(leg.member, piece)
             if told is not None:
@@ -219,7 +222,7 @@ class Relay:
         self._proxy.metrics.first_byte_s.observe(self.heard_at - self.started_at)
         self._framed = self._responder.takes_chunks
         framing = b"transfer-encoding: chunked\r\n" if self._framed else b"connection: close\r\n"
-        self._responder.write_raw(self._head(leg, framing) + self._frame(piece))
+        self._send_on(leg, self._head(leg, framing) + self._frame(piece))
 
     def _head(self, leg: Leg, framing: bytes) -> bytes:
         assert self._route is not None
@@ -231,8 +234,12 @@ class Relay:
     def _frame(self, piece: bytes) -> bytes:
         return b"%x\r\n%s\r\n" % (len(piece), piece) if self._framed else piece
 
-    def _pass_on(self, piece: bytes) -> None:
-        self._responder.write_raw(self._frame(piece))
+    def _send_on(self, leg: Leg, framed: bytes) -> None:
+        """To the client at once; but the last of a body waits for what ends it, and both become one write."""
+        if leg.upstream is not None and leg.upstream.at_end:
+            self._last = framed
+        else:
+            self._responder.write_raw(framed)
 
     def _answered(self) -> None:
         """The answer is complete (and prefill's part of it, where it is needed)."""
@@ -246,8 +253,8 @@ class Relay:
                 body = merge_input_logprobs(body, self._prefill.body)
             self._proxy.metrics.first_byte_s.observe(self._proxy.now() - self.started_at)
             self._responder.write_raw(self._head(leg, b"content-length: %d\r\n" % len(body)) + body)
-        elif self._framed:
-            self._responder.write_raw(b"0\r\n\r\n")
+        else:
+            self._responder.write_raw(self._last + b"0\r\n\r\n" if self._framed else self._last)
         for member_leg in (leg, self._prefill):
             if member_leg is not None and not member_leg.lost:
                 self._proxy.fleet.succeeded(member_leg.member)
