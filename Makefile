@@ -3,13 +3,14 @@
 #   make demo        serve a real model split in two, ask it, prove it, measure it, stop it (two cores, no GPU)
 #   make test        ruff, mypy, import-linter and every test that needs no GPU and no patience
 #   make test-slow   the tests that take minutes
+#   make bench-router TOOLS=DIR   our router against sglang_router and vllm-router (benchmarks/serve/router.py says how)
 #   make lint        the checks without the tests
 #   make clean       remove .venv and every cache
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint format clean venv venv-demo
+.PHONY: demo test test-slow bench-router lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
@@ -19,6 +20,9 @@ test: lint
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+bench-router: venv
+	$(BIN)/python -m benchmarks.serve.router --tools $(TOOLS)
 
 lint: venv
 	$(BIN)/ruff check
