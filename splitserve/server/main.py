@@ -123,7 +123,11 @@ class ServerProcess:
                     if not self._stop.done():
                         service.ready = True
                         self._tell_ready(service, listener.port)
-                    return await self._until_stopped(service, listener)
+                    stalled = asyncio.create_task(self._give_up_when_stalled(service))
+                    try:
+                        return await self._until_stopped(service, listener)
+                    finally:
+                        stalled.cancel()
                 finally:
                     watch.cancel()
 
@@ -210,6 +214,12 @@ class ServerProcess:
             raise service.link.lost.with_traceback(None)
         await listener.close(drain_s=0.0 if why == "parent gone" else DRAIN_S)
         return 130 if why == "SIGINT" else 0
+
+    async def _give_up_when_stalled(self, service: Service) -> None:
+        """An engine that will not answer any more is as good as dead: fail its requests, kill it, leave."""
+        why = await service.health.stalled()
+        service.link.fail(engine_lost(f"it has been {why}"))
+        self._ask_to_stop("engine lost")
 
     def _ask_to_stop(self, why: str) -> None:
         if self._stop is not None and not self._stop.done():
