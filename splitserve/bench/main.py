@@ -11,7 +11,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,10 @@ async def measure(plan: Plan, console: Console) -> tuple[list[Summary], dict[str
             client, url, model=model, now=time.perf_counter, timeout_s=plan.timeout_s, api_key=plan.api_key
         )
         facts = _facts(plan, url, model, seed)
-        if plan.rate is not None or plan.trace is not None:
-            return [await _open_loop(plan, load, vocabulary, seed, console)], facts
+        if plan.trace is not None:
+            return [await _trace_loop(plan, load, vocabulary, seed, console)], facts
+        if plan.rates:
+            return await _open_loops(plan, load, vocabulary, seed, console), facts
         return await _closed_loops(plan, load, vocabulary, seed, console), facts
 
 
@@ -83,7 +85,7 @@ async def _closed_loops(
         rng = random.Random(f"{seed}/{concurrency}")
         draw = partial(random_asks, input_len=plan.input_len, rng=rng, vocabulary=vocabulary)
         warm = draw(min(concurrency, 4), output_len=min(WARM_TOKENS, plan.output_len))
-        await _warm_up(load, warm, console)
+        await warm_up(load, warm, partial(_warn, console))
         asks = draw(num, output_len=plan.output_len)
         with _Ticker(console, f"c={concurrency}", len(asks)) as ticker:
             marks, duration_s = await load.closed_loop(asks, concurrency, ticker.tick)
@@ -91,33 +93,39 @@ async def _closed_loops(
     return summaries
 
 
-async def _open_loop(
+async def _open_loops(
+    plan: Plan, load: LoadClient, vocabulary: Vocabulary, seed: int, console: Console
+) -> list[Summary]:
+    summaries = []
+    for rate, num in plan.open_shapes:
+        rng = random.Random(f"{seed}/{rate:g}")
+        draw = partial(random_asks, input_len=plan.input_len, rng=rng, vocabulary=vocabulary)
+        await warm_up(load, draw(1, output_len=min(WARM_TOKENS, plan.output_len)), partial(_warn, console))
+        asks = draw(num, output_len=plan.output_len, rate=rate)
+        with _Ticker(console, f"{rate:g}/s", len(asks)) as ticker:
+            marks, duration_s = await load.open_loop(asks, ticker.tick)
+        summaries.append(summarize(marks, duration_s=duration_s, rate=rate, slo=plan.slo))
+    return summaries
+
+
+async def _trace_loop(
     plan: Plan, load: LoadClient, vocabulary: Vocabulary, seed: int, console: Console
 ) -> Summary:
-    rng = random.Random(f"{seed}/open")
-    if plan.trace is not None:
-        rows = read_trace(plan.trace, plan.num[0])
-        asks = trace_asks(
-            rows, seed=seed, vocabulary=vocabulary, max_input=plan.input_len, max_output=plan.output_len
-        )
-    else:
-        asks = random_asks(
-            plan.num[0],
-            input_len=plan.input_len,
-            output_len=plan.output_len,
-            rng=rng,
-            vocabulary=vocabulary,
-            rate=plan.rate,
-        )
-    await _warm_up(
-        load, [Ask(vocabulary.draw(rng, plan.input_len), min(WARM_TOKENS, plan.output_len))], console
+    assert plan.trace is not None
+    rows = read_trace(plan.trace, plan.num[0])
+    asks = trace_asks(
+        rows, seed=seed, vocabulary=vocabulary, max_input=plan.input_len, max_output=plan.output_len
     )
-    with _Ticker(console, f"{plan.rate:g}/s" if plan.rate else "trace", len(asks)) as ticker:
+    first = Ask(
+        vocabulary.draw(random.Random(f"{seed}/open"), plan.input_len), min(WARM_TOKENS, plan.output_len)
+    )
+    await warm_up(load, [first], partial(_warn, console))
+    with _Ticker(console, "trace", len(asks)) as ticker:
         marks, duration_s = await load.open_loop(asks, ticker.tick)
-    return summarize(marks, duration_s=duration_s, rate=plan.rate, slo=plan.slo)
+    return summarize(marks, duration_s=duration_s, slo=plan.slo)
 
 
-async def _warm_up(load: LoadClient, asks: Sequence[Ask], console: Console) -> None:
+async def warm_up(load: LoadClient, asks: Sequence[Ask], warn: Callable[[str], None]) -> None:
     """Untimed requests of this shape. ConfigError when the server refuses it: the run would measure nothing."""
     marks, _ = await load.closed_loop(asks, len(asks))
     failed = [m for m in marks if not m.ok]
@@ -127,7 +135,11 @@ async def _warm_up(load: LoadClient, asks: Sequence[Ask], console: Console) -> N
             f"the server does not answer this load: {why}", fix="try it with curl, or shorter lengths"
         )
     for mark in failed:
-        console.print(f"[yellow]warm-up[/]: {mark.error}", highlight=False)
+        warn(f"warm-up: {mark.error}")
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print(f"[yellow]{text}[/]", highlight=False)
 
 
 async def find_target(client: Client, url: str, plan: Plan) -> tuple[str, Vocabulary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from splitserve.errors import ConfigError
@@ -14,18 +15,19 @@ from .metrics import Slo
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = (1, 8, 16)
 DEFAULT_NUM = (6, 24, 32)
+DEFAULT_OPEN_NUM = (32,)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `rate` and `trace` are open loops; otherwise one closed loop for each concurrency."""
+    """What to measure. `rates` and `trace` are open loops; otherwise one closed loop for each concurrency."""
 
     url: str
     concurrency: tuple[int, ...] = DEFAULT_CONCURRENCY
     num: tuple[int, ...] = DEFAULT_NUM
     input_len: int = 256
     output_len: int = 256
-    rate: float | None = None
+    rates: tuple[float, ...] = ()
     trace: Path | None = None
     seed: int | None = None
     model: str = ""
@@ -39,23 +41,30 @@ class Plan:
         for name, values in (("concurrency", self.concurrency), ("num", self.num)):
             if not values or any(v < 1 for v in values):
                 raise ConfigError(f"{name} is {list(values)}, needs at least one number above 0", field=name)
-        if len(self.num) not in (1, len(self.concurrency)):
+        loads, kind = (self.rates, "rate") if self.rates else (self.concurrency, "concurrency")
+        if len(self.num) not in (1, len(loads)) and self.trace is None:
             raise ConfigError(
-                f"{len(self.num)} values of num for {len(self.concurrency)} of concurrency",
+                f"{len(self.num)} values of num for {len(loads)} of {kind}",
                 field="num",
-                fix="give one value, or one for each concurrency",
+                fix=f"give one value, or one for each {kind}",
             )
         for name in ("input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1", field=name)
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate is {self.rate}, must be above 0", field="rate")
+        if not all(0 < rate < inf for rate in self.rates):
+            raise ConfigError(f"rate is {list(self.rates)}, must be above 0 and finite", field="rate")
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(concurrency, number of requests) of each closed loop."""
         num = self.num * len(self.concurrency) if len(self.num) == 1 else self.num
         return list(zip(self.concurrency, num, strict=True))
+
+    @property
+    def open_shapes(self) -> list[tuple[float, int]]:
+        """(requests a second, number of requests) of each Poisson loop."""
+        num = self.num * len(self.rates) if len(self.num) == 1 else self.num
+        return list(zip(self.rates, num, strict=True))
 
     @staticmethod
     def num_for(concurrency: Sequence[int]) -> tuple[int, ...]:
@@ -71,13 +80,17 @@ def parser() -> argparse.ArgumentParser:
     """`splitserve bench [URL] ...`"""
     p = argparse.ArgumentParser("splitserve bench", description="measure a server from outside")
     p.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"server or router (default {DEFAULT_URL})")
-    p.add_argument(
-        "--concurrency", type=_numbers, default=DEFAULT_CONCURRENCY, help="closed loops, as 1,8,16"
-    )
-    p.add_argument("--num", type=_numbers, help="requests of each loop, as 6,24,32 or one number for all")
+    p.add_argument("--concurrency", type=numbers, default=DEFAULT_CONCURRENCY, help="closed loops, as 1,8,16")
+    p.add_argument("--num", type=numbers, help="requests of each loop, as 6,24,32 or one number for all")
     p.add_argument("--input-len", type=int, default=256, help="prompt tokens (a trace: at most)")
     p.add_argument("--output-len", type=int, default=256, help="output tokens (a trace: at most)")
-    p.add_argument("--rate", type=float, help="open loop: requests a second, Poisson")
+    p.add_argument(
+        "--rate",
+        type=rates,
+        default=(),
+        dest="rates",
+        help="open loops: requests a second, Poisson, as 1,2,4",
+    )
     p.add_argument("--trace", type=Path, help="open loop: Mooncake .jsonl or Azure .csv")
     p.add_argument("--seed", type=int, help="draw the same prompts again (a prefix cache may then answer)")
     p.add_argument("--model", default="", help="model name; default: what the server tells")
@@ -95,17 +108,14 @@ def parser() -> argparse.ArgumentParser:
 def from_words(words: Sequence[str]) -> tuple[Plan, str | None]:
     """(Plan, where JSON goes) of the command line. argparse exits with code 2 for what it cannot read."""
     args = parser().parse_args(list(words))
-    if (args.slo_ttft_ms is None) != (args.slo_tpot_ms is None):
-        raise ConfigError("an SLO has two limits", field="slo", fix="give --slo-ttft-ms and --slo-tpot-ms")
-    slo = None if args.slo_ttft_ms is None else Slo(args.slo_ttft_ms / 1000, args.slo_tpot_ms / 1000)
     plan = Plan(
         url=args.url,
         concurrency=args.concurrency,
-        num=args.num or Plan.num_for(args.concurrency),
-        slo=slo,
+        num=args.num or (DEFAULT_OPEN_NUM if args.rates else Plan.num_for(args.concurrency)),
+        slo=slo_of(args),
         **{
             n: getattr(args, n)
-            for n in ("input_len", "output_len", "rate", "trace", "seed", "model", "vocab")
+            for n in ("input_len", "output_len", "rates", "trace", "seed", "model", "vocab")
         },
         api_key=args.api_key,
         timeout_s=args.timeout_s,
@@ -114,5 +124,18 @@ def from_words(words: Sequence[str]) -> tuple[Plan, str | None]:
     return plan, args.json_path
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def slo_of(args: argparse.Namespace) -> Slo | None:
+    """The limits of --slo-ttft-ms and --slo-tpot-ms, or None. ConfigError for one without the other."""
+    if (args.slo_ttft_ms is None) != (args.slo_tpot_ms is None):
+        raise ConfigError("an SLO has two limits", field="slo", fix="give --slo-ttft-ms and --slo-tpot-ms")
+    return None if args.slo_ttft_ms is None else Slo(args.slo_ttft_ms / 1000, args.slo_tpot_ms / 1000)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of "1,8,16"; argparse reports what is none."""
     return tuple(int(part) for part in text.split(","))
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """The numbers of "0.5,2"; argparse reports what is none."""
+    return tuple(float(part) for part in text.split(","))

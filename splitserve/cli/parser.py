@@ -190,7 +190,7 @@ def _state(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
-_OWN_WORDS = ("verify", "bench")
+_OWN_WORDS = ("verify", "bench", "compare")
 
 _DEPLOY, _SERVE, _MACHINE = "splitserve.cli.deploy", "splitserve.cli.serve", "splitserve.cli.machine"
 _MODEL = "splitserve.cli.model"
@@ -204,6 +204,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "router": ("one address in front of engines", _SERVE, _router),
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
     "bench": ("measure a server", _SERVE, _words),
+    "compare": ("does the split pay on these devices?", _SERVE, _words),
     "make-checkpoint": ("write a random model", _MODEL, _make_checkpoint),
     "state": ("bytes that a model keeps for a request", _MODEL, _state),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),

@@ -1,4 +1,4 @@
-"""`serve`, `router`, `verify` and `bench`: flags to configs, then the part itself."""
+"""`serve`, `router`, `verify`, `bench` and `compare`: flags to configs, then the part itself."""
 
 from __future__ import annotations
 
@@ -43,5 +43,12 @@ def verify(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """The benchmark reads its own words."""
     from splitserve.bench.main import run
+
+    return int(run(args.words))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """The comparison reads its own words."""
+    from splitserve.compare.main import run
 
     return int(run(args.words))

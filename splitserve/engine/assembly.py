@@ -122,13 +122,12 @@ class Builder:
         runner: Launches = self._runner(model, pool, group, progress)
         if self.faults:
             runner = Throttled(runner, self.faults, progress=progress)
-        lifetimes = Lifetimes()
         controls = Controls(
             scheduler,
             AllPools(pool, ranks),
             transfers=transfers,
             faults=self.faults,
-            lifetimes=lifetimes,
+            lifetimes=Lifetimes(),
         )
         loop = Loop(
             link,
@@ -137,7 +136,6 @@ class Builder:
             ranks=ranks,
             transfers=transfers,
             controls=controls,
-            lifetimes=lifetimes,
             alive_fd=alive_fd,
         )
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))

@@ -35,7 +35,7 @@ class Controls:
         self._pool = pool
         self._transfers = transfers
         self._faults = faults
-        self._lifetimes = lifetimes
+        self.lifetimes = lifetimes
         self._ops: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "flush_cache": self._flush,
             "poison": self._poison,
@@ -62,7 +62,7 @@ class Controls:
         """The figures of this moment."""
         cache = self._scheduler.cache
         counters = {k: float(v) for k, v in asdict(self._scheduler.counters).items()}
-        counters.update(self._lifetimes.sums())
+        counters.update(self.lifetimes.sums())
         if self._transfers:
             for side in (self._transfers.sender, self._transfers.receiver):
                 counters.update({k: float(v) for k, v in side.stats().items()})
@@ -90,7 +90,7 @@ class Controls:
         return {f: getattr(load, f) for f in load.__struct_fields__}
 
     def _marks(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"requests": self._lifetimes.records()}
+        return {"requests": self.lifetimes.records()}
 
     def _handoffs(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._transfers is None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from splitserve import log, wire
 from splitserve.engine.channel import Ranks
 from splitserve.engine.controls import Controls
-from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.link import ServerLink
 from splitserve.engine.request import Request
 from splitserve.engine.scheduler import Scheduler
@@ -44,7 +43,6 @@ class Loop:
         ranks: Ranks,
         transfers: Transfers | None,
         controls: Controls,
-        lifetimes: Lifetimes,
         alive_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,7 +52,7 @@ class Loop:
         self._ranks = ranks
         self._transfers = transfers
         self._controls = controls
-        self._lifetimes = lifetimes
+        self._lifetimes = controls.lifetimes
         self._clock = clock
         self._stopping = False
         self._last_load: wire.Load | None = None

@@ -1,6 +1,6 @@
-"""A runner that takes longer on purpose: what a slower device would do to everybody else. Only where faults are allowed.
+"""A runner that takes longer on purpose: what a slower device would do to the others. Only where faults are allowed.
 
-Without a planted throttle a step costs one look at a number. The wait keeps the handoffs moving, as a computing step does.
+Without a planted throttle a step costs one look at a number. While it waits, handoffs move as in a real step.
 """
 
 from __future__ import annotations

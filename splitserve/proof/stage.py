@@ -8,19 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from splitserve.errors import ConfigError
-from splitserve.launch import rundir
 from splitserve.launch.deployment import load
+from splitserve.launch.stage import PROGRAM, only_running, state, up
 
 Say = Callable[[str], None]
 
-PROGRAM = (sys.executable, "-m", "splitserve")
 UP_S = 300.0
 STOP_S = 30.0
 SAME_FIELDS = ("dtype", "kv_dtype", "page_tokens", "step_tokens", "max_seqs")
@@ -36,16 +34,16 @@ class Urls:
 
 async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
     """The deployment of `file`, or the only one running. One that is not running is brought up, and down at the end."""
-    name = load(file).name if file else _only_running()
-    state = _state(name)
-    if state is None:
+    name = (
+        load(file).name
+        if file
+        else only_running("name a deployment file: splitserve verify deploy/demo.toml")
+    )
+    found = state(name)
+    if found is None:
         say(f"{name} is not running: bringing up one for the proof")
-        name = f"verify-{os.getpid()}"
-        await _up(file, name, closing)
-        state = _state(name)
-    if state is None:
-        raise ConfigError(f"{name} came up and is gone again", fix=f"splitserve logs {name}")
-    return _urls(state)
+        found = await up(file, f"verify-{os.getpid()}", closing, sets=("engine.allow_faults=true",))
+    return _urls(found)
 
 
 async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack) -> str:
@@ -76,50 +74,15 @@ async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitS
     raise ConfigError(f"the unified engine ended before it was ready: {words}")
 
 
-def _only_running() -> str:
-    running = [n for n in rundir.names() if rundir.RunDir(n).running()]
-    if len(running) == 1:
-        return running[0]
-    raise ConfigError(
-        f"{len(running)} deployments are running: {', '.join(running) or 'none'}",
-        fix="name a deployment file: splitserve verify deploy/demo.toml",
-    )
-
-
-def _state(name: str) -> dict[str, Any] | None:
-    where = rundir.RunDir(name)
-    return where.read_state() if where.running() else None
-
-
-def _urls(state: Mapping[str, Any]) -> Urls:
-    by_role = {p["role"]: p["url"] for p in reversed(state["processes"])}
+def _urls(found: Mapping[str, Any]) -> Urls:
+    by_role = {p["role"]: p["url"] for p in reversed(found["processes"])}
     missing = {"router", "prefill", "decode"} - set(by_role)
     if missing:
         raise ConfigError(
-            f"{state['name']} has no {' and no '.join(sorted(missing))}: there is no handoff to prove",
+            f"{found['name']} has no {' and no '.join(sorted(missing))}: there is no handoff to prove",
             fix="verify a deployment with [prefill] and [decode]",
         )
     return Urls(by_role["router"], by_role["prefill"], by_role["decode"])
-
-
-async def _up(file: str, name: str, closing: AsyncExitStack) -> None:
-    def command(*words: str) -> list[str]:
-        return [*PROGRAM, *words]
-
-    closing.push_async_callback(_run, command("down", name))
-    sets = [f"deployment.name={name}", "router.port=0", "engine.allow_faults=true"]
-    words = [w for s in sets for w in ("--set", s)]
-    code, out = await _run(command("up", file, "--detach", *words))
-    if code:
-        raise ConfigError(f"the deployment for the proof did not come up: {out.strip()[-600:]}")
-
-
-async def _run(argv: list[str]) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode("utf-8", "replace")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

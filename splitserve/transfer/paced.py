@@ -1,8 +1,8 @@
-"""A transport that carries one write at a time, each for at least so long: a slow link, planted. Only where faults are allowed.
+"""A transport that carries one write at a time, each for so long: a slow link, planted, where faults are allowed.
 
     write ──▶ queue ── its turn and its time have come (poll) ──▶ the real transport ──▶ Written, Broken
 
-Ids are our own, since a queued write has none yet. With no throttle planted and nothing queued, a write goes straight on.
+Ids are our own, since a queued write has none yet. With no throttle and nothing queued, a write goes straight on.
 """
 
 from __future__ import annotations
