@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def study_of(args: argparse.Namespace) -> Study:
         or min(args.input_len, args.output_len) < 1
     ):
         raise ConfigError("repeats, num, input-len and output-len must be at least 1", field="repeats")
+    for name in ("concurrency", "chunks"):
+        if any(n < 1 for n in getattr(args, name)):
+            raise ConfigError(f"{name} is {list(getattr(args, name))}, must be above 0", field=name)
+    if not all(0 < rate < inf for rate in args.rates):
+        raise ConfigError(f"rate is {list(args.rates)}, must be above 0 and finite", field="rate")
     if args.rates:
         shapes = tuple(Shape(args.num or max(8, int(20 * r)), rate=r) for r in args.rates)
     else:
