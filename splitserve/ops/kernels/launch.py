@@ -122,7 +122,7 @@ def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constant
     names = [p.name for p in kernel.params if p.is_constexpr]
     given = dict(zip(kernel.arg_names, args, strict=False))
     values = {n: constants.get(n, given.get(n)) for n in names}
-    options = {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
+    options: dict[str, Any] = {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
     tape.compiled.append(
         Compiled(
             kernel.__name__,
