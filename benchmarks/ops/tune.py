@@ -65,7 +65,7 @@ def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
     if few:
         tiles = {False: [(16, 16, 1), (32, 16, 2), (64, 16, 4), (64, 16, 2)],
                  True: [(32, 16, 2), (64, 16, 4), (128, 16, 4), (128, 16, 8)]}  # fmt: skip
-        stages, fills = (4, 8), (1,) if shape.experts else (1, 4, 8)
+        stages, fills = (3, 5) if shape.experts else (4, 8), (1, 4, 8, 12) if shape.experts else (1, 4, 8)
     elif shape.rows <= 64:
         tiles = {
             False: [(64, 64, 4), (32, 64, 2), (128, 64, 8)],
@@ -122,7 +122,9 @@ def calls(
     if not shape.experts:
         return [lambda w=w: multiply(x, w, limit=limit) for w in all_weights]
     share = 1 if pairs else COUNT
-    chosen = [torch.rand(shape.tokens, 256, device=device).argsort(-1)[:, :COUNT] for _ in range(3)]
+    chosen = [
+        torch.rand(shape.tokens, 256, device=device).argsort(-1)[:, :COUNT].contiguous() for _ in range(3)
+    ]
     groups = [group_pairs(c, local=range(shape.experts), block=config["BM"]) for c in chosen]
     return [lambda g=g: multiply(x, all_weights[0], groups=g, share=share, limit=limit) for g in groups] * (
         4 if shape.tokens < 100 else 1

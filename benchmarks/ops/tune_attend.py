@@ -1,15 +1,29 @@
-"""Tries tile sizes of V4's attention and index kernels; as tune.py.
+"""Tries tile sizes of V4's attention; as tune.py.
 
 python benchmarks/ops/tune_attend.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from splitserve.ops.bench.timing import time_calls
 from splitserve.ops.ref.v4.sparse import Rows
-from splitserve.ops.triton.v4 import indexer, sparse
+from splitserve.ops.triton.v4 import sparse
+
+
+def candidates(tokens: int) -> Iterator[dict[str, int]]:
+    few = tokens <= 16
+    rates = ((16, 4, 1), (16, 4, 2), (64, 4, 1)) if few else ((64, 4, 1), (64, 4, 2), (64, 8, 2), (32, 4, 2))
+    mixes = ((64, 4, 3), (16, 4, 3), (64, 4, 4)) if few else ((64, 4, 3), (64, 4, 2))
+    for block in (32, 64):
+        for bh, warps, stages in rates:
+            for mix_bh, mix_warps, mix_stages in mixes:
+                for fill in (2, 8) if few else (1, 2):
+                    yield {"BK": block, "FILL": fill, "RATE_BH": bh, "RATE_WARPS": warps, "RATE_STAGES": stages,
+                           "MIX_BH": mix_bh, "MIX_WARPS": mix_warps, "MIX_STAGES": mix_stages}  # fmt: skip
 
 
 def main() -> None:
@@ -36,50 +50,22 @@ def main() -> None:
         far = [
             Rows(pool, torch.randint(0, 8192 * 64, (tokens, far_rows), device="cuda")) for _ in range(sets)
         ]
-        for bh, bk, warps, stages, hold in ((16, 32, 4, 1, False), (16, 32, 4, 2, False), (16, 32, 8, 2, False),
-                                            (64, 32, 8, 1, True), (64, 32, 8, 2, True), (64, 64, 8, 2, True)):  # fmt: skip
-            for fill in (1, 2, 4) if tokens < 100 else (1,):
-                if tokens > 100 and bh < 64:
-                    continue
-                config = {
-                    "BH": bh,
-                    "BK": bk,
-                    "HOLD": hold,
-                    "FILL": fill,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-                sparse.tuned = lambda *_, c=config: dict(c)
-                t = time_calls([lambda n=n, f=f: sparse.attend(q, n, f, sink, scale=512**-0.5, rope_dim=64)
-                                for n, f in zip(near, far, strict=True)], replays=7)  # fmt: skip
-                found.append((t.us, config))
+        for config in candidates(tokens):
+            sparse.tuned = lambda *_, c=config: dict(c)
+            t = time_calls(
+                [
+                    lambda n=n, f=f: sparse.attend(q, n, f, sink, scale=512**-0.5, rope_dim=64)
+                    for n, f in zip(near, far, strict=True)
+                ],
+                replays=7,
+            )
+            found.append((t.us, config))
         size = tokens * (128 + far_rows) * 584
         bound = max(size / 4.2e6, tokens * (128 + far_rows) * 64 * 512 * 4 / 790e6, 0.7)
         for us, config in sorted(found, key=lambda r: r[0])[:4]:
             print(
                 f"attend {tokens} {far_rows} {us:.2f} us bound {bound:.2f} {bound / us:.2f} {config}",
                 flush=True,
-            )
-    keys = torch.randint(0, 120, (8192, 64, 132), dtype=torch.uint8, device="cuda")
-    keys[..., 128:] = torch.ones(8192, 64, 1, device="cuda").view(torch.uint8)
-    for tokens, count in ((1, 1024), (1, 32768), (16, 2048), (64, 1024), (16, 32768)):
-        found = []
-        q = torch.randn(tokens, 64, 128, device="cuda").bfloat16()
-        w = torch.randn(tokens, 64, device="cuda")
-        pages = torch.randint(0, 8192, (tokens, count // 64), device="cuda")
-        visible = torch.full((tokens,), count, device="cuda")
-        for bn, tiles, warps, stages in ((64, 1, 4, 1), (128, 1, 4, 1), (128, 2, 4, 2), (64, 4, 4, 2), (128, 4, 4, 2),
-                                         (128, 4, 8, 2), (64, 8, 4, 3), (256, 2, 8, 2), (128, 8, 4, 3)):  # fmt: skip
-            config = {"BN": bn, "TILES": tiles, "num_warps": warps, "num_stages": stages}
-            indexer.tuned = lambda *_, c=config: dict(c)
-            t = time_calls(
-                [lambda: indexer.index_scores(q, w, keys, pages, visible, q_lens=[1] * tokens)] * 6, replays=7
-            )
-            found.append((t.us, config))
-        bound = max(tokens * count * 132 / 4.2e6, tokens * count * 64 * 128 * 2 / 790e6, 0.7)
-        for us, config in sorted(found, key=lambda r: r[0])[:3]:
-            print(
-                f"index {tokens} {count} {us:.2f} us bound {bound:.2f} {bound / us:.2f} {config}", flush=True
             )
 
 

@@ -40,6 +40,7 @@ class Tape:
     """What launchers asked for while compiling; `device` is the number under which Triton knows the architecture."""
 
     arch: int
+    once: frozenset[str] = frozenset()  # kernels of which the first specialisation is enough
     compiled: list[Compiled] = field(default_factory=list)
 
 
@@ -67,9 +68,9 @@ class _Compiler:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[Tape]:
+def compiling(arch: int, *, once: frozenset[str] = frozenset()) -> Iterator[Tape]:
     """Inside, launches with meta tensors compile for `arch` (90 is sm_90) and are recorded; nothing else may launch."""
-    tape = Tape(arch)
+    tape = Tape(arch, once)
     token = _TAPE.set(tape)
     driver.set_active(_Compiler(arch))
     try:
@@ -118,6 +119,8 @@ def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constant
     tape = _TAPE.get()
     if tape is None:
         raise RuntimeError(f"{kernel.__name__}: meta tensors outside `compiling`")
+    if kernel.__name__ in tape.once and any(c.kernel == kernel.__name__ for c in tape.compiled):
+        return
     result = kernel.warmup(*args, grid=grid, **constants)
     names = [p.name for p in kernel.params if p.is_constexpr]
     given = dict(zip(kernel.arg_names, args, strict=False))

@@ -30,10 +30,10 @@ def tuned(kernel: str, arch: int, size: int = 1) -> dict[str, Any]:
 def sizes(kernel: str, arch: int) -> list[int]:
     """One size for each entry of `kernel` on `arch`: all of them are compiled ahead of time."""
     entries = _table(f"sm{arch}").get(kernel) or _table("default").get(kernel, [])
-    last = 1
+    last = 16
     result = []
     for entry in entries:
-        last = last * 4 + 1 if entry["upto"] is None else entry["upto"]
+        last = last * 4 if entry["upto"] is None else entry["upto"]
         result.append(last)
     return result
 

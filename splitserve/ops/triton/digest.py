@@ -75,15 +75,32 @@ def field_digests(
     last: bool,
 ) -> torch.Tensor:
     """Twin of ref.digest.field_digests: [len(fields)] int64 on the host."""
+    return start_digests(fields, memory, units, start=start, stop=stop, last=last).cpu()
+
+
+def start_digests(
+    fields: Sequence[Field],
+    memory: Mapping[Kind, torch.Tensor],
+    units: Sequence[Units],
+    *,
+    start: int,
+    stop: int,
+    last: bool,
+) -> torch.Tensor:
+    """As `field_digests`, still on the device: nothing waits for it."""
     if not fields:
         return torch.zeros(0, dtype=torch.int64)
     device = next(iter(memory.values())).device
     totals = [_field_digest(f, memory, units, f.spec.live_rows(start, stop, last), device) for f in fields]
-    return torch.stack(totals).cpu()
+    return torch.stack(totals)
 
 
 def _field_digest(
-    field: Field, memory: Mapping[Kind, torch.Tensor], units: Sequence[Units], live: range, device: torch.device
+    field: Field,
+    memory: Mapping[Kind, torch.Tensor],
+    units: Sequence[Units],
+    live: range,
+    device: torch.device,
 ) -> torch.Tensor:
     if not live:
         return torch.zeros((), dtype=torch.int64, device=device)
@@ -94,7 +111,14 @@ def _field_digest(
             ids = u.ids[: max(0, len(table) - u.first)]
             table[u.first : u.first + len(ids)] = torch.tensor(ids)
     sums = torch.empty(len(live), dtype=torch.int64, device=slab.device)
-    step = gcd(8, field.offset, field.row_stride, field.spec.row_bytes, slab.stride(0), slab.data_ptr())
+    step = gcd(
+        8,
+        field.offset,
+        field.row_stride,
+        field.spec.row_bytes,
+        slab.stride(0),
+        0 if slab.is_meta else slab.data_ptr(),
+    )
     launch(
         digest_rows, (len(live),), slab, table.to(slab.device), sums,
         live.start, len(live), per_unit, slab.stride(0), field.offset, field.row_stride, field.spec.row_bytes,

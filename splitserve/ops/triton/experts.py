@@ -7,11 +7,11 @@ import math
 import torch
 import triton
 
-from splitserve.ops.kernels.launch import arch_of, launch
+from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import multiply
-from splitserve.ops.triton.routing import add_choices, choose
+from splitserve.ops.triton.routing import add_up, choose
 
 
 def choose_experts(
@@ -38,9 +38,4 @@ def mix_experts(
     groups = group_pairs(experts, local=range(len(gate_up)), block=block)
     inner = multiply(x, gate_up, groups=groups, share=count, limit=math.inf)
     parts = multiply(inner, down, groups=groups, factors=weights)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    launch(
-        add_choices, (tokens, triton.cdiv(x.shape[1], 1024)),
-        parts, experts, out, x.shape[1], count, 0, len(gate_up), BD=1024, num_warps=4,
-    )  # fmt: skip
-    return out
+    return add_up(parts[None], experts, local=range(len(gate_up)), dtype=x.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splitserve.ops.triton.codes import e2m1_numbers, e4m3_numbers, e4m3_scale, to_e4m3
+from splitserve.ops.triton.codes import E4M3_BIAS, e2m1_numbers, e4m3_bits, e4m3_numbers, e4m3_scale, to_e4m3
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
 
 
@@ -127,9 +127,10 @@ def add_parts(
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise(
     x,  # [rows, K]
-    codes,  # [rows, K] bytes
-    scales,  # [K / 128, rows] float32
+    codes,  # [rows, K] bytes; NUMBERS: what they stand for, in x's type
+    scales,  # [K / 128, rows] float32; not where NUMBERS
     num_rows, K,
+    NUMBERS: tl.constexpr,
     FP8: tl.constexpr,  # the processor converts to e4m3
     BD: tl.constexpr,
 ):  # fmt: skip
@@ -139,5 +140,32 @@ def quantise(
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     wide = tl.load(x + row * K + col, mask=col < K, other=0.0).to(tl.float32)
     scale = e4m3_scale(tl.max(tl.abs(wide), 1))
-    tl.store(codes + row * K + col, to_e4m3(wide / scale[:, None], FP8), mask=col < K)
-    tl.store(scales + group * num_rows + row, scale, mask=group < K // 128)
+    code = to_e4m3(wide / scale[:, None], FP8)
+    if NUMBERS:
+        numbers = e4m3_bits(code, FP8).to(tl.float32) * (2.0**E4M3_BIAS) * scale[:, None]
+        tl.store(codes + row * K + col, numbers, mask=col < K)
+    else:
+        tl.store(codes + row * K + col, code, mask=col < K)
+        tl.store(scales + group * num_rows + row, scale, mask=group < K // 128)
+
+
+@triton.jit
+def expand_tiles(
+    codes,  # [N, K] bytes
+    scales,  # [N / TR, K / TC] float32
+    out,  # [N, K] bf16
+    N, K,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    # grid: [ceil(N / BN), ceil(K / BK)]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
+    k = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
+    inside = (n < N) & (k < K)
+    at = n.to(tl.int64) * K + k
+    scale = tl.load(scales + (n // TR) * tl.cdiv(K, TC) + k // TC, mask=inside, other=0.0)
+    wide = e4m3_bits(tl.load(codes + at, mask=inside, other=0), NATIVE).to(tl.float32)
+    tl.store(out + at, wide * (2.0**E4M3_BIAS) * scale, mask=inside)

@@ -17,7 +17,7 @@ from splitserve.ops.kernels.tuned import tuned
 
 from .grouping import Groups
 from .matrix import weigh
-from .matrix8 import add_parts, quantise, weigh8
+from .matrix8 import add_parts, expand_tiles, quantise, weigh8
 
 BLOCK = 128
 FIRST_FP8 = 89  # the first architecture with products of eight bits
@@ -73,17 +73,44 @@ def quantise_rows(
     x: torch.Tensor,  # [rows, size], size a multiple of 128
 ) -> Rounded:
     """Each 128 neighbours divided by the power of two that brings them to at most 448, rounded to e4m3."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(x.shape[1] // BLOCK, len(x), dtype=torch.float32, device=x.device)
+    _quantise(x, codes, scales)
+    return Rounded(codes.view(torch.float8_e4m3fn), scales)
+
+
+def round_rows(
+    x: torch.Tensor,  # [rows, size], size a multiple of 128
+) -> torch.Tensor:  # [rows, size]
+    """The numbers that quantise_rows(x) stands for: exact in bf16."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _quantise(x, out, None)
+    return out
+
+
+def expand(
+    weight: Codes,  # [out, in]
+) -> torch.Tensor:  # [out, in] bf16
+    """The numbers of a matrix, for many rows at once: then cuBLAS is worth the detour."""
+    num_out, size = weight.codes.shape
+    out = torch.empty(num_out, size, dtype=torch.bfloat16, device=weight.codes.device)
+    launch(
+        expand_tiles, (triton.cdiv(num_out, 32), triton.cdiv(size, 256)),
+        weight.codes.view(torch.uint8), weight.scales, out, num_out, size,
+        TR=weight.tile[0], TC=weight.tile[1], NATIVE=not interpreted(), BN=32, BK=256, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _quantise(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -> None:
     x = x.contiguous()
     rows, size = x.shape
     if size % BLOCK:
         raise ValueError(f"rows of {size} numbers: not a multiple of {BLOCK}")
-    codes = torch.empty(rows, size, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(size // BLOCK, rows, dtype=torch.float32, device=x.device)
-    fp8 = arch_of(x) >= FIRST_FP8
     launch(
-        quantise, (rows, triton.cdiv(size, 1024)), x, codes, scales, rows, size, FP8=fp8, BD=1024, num_warps=4
-    )
-    return Rounded(codes.view(torch.float8_e4m3fn), scales)
+        quantise, (rows, triton.cdiv(size, 1024)), x, out, out if scales is None else scales, rows, size,
+        NUMBERS=scales is None, FP8=arch_of(x) >= FIRST_FP8, BD=1024, num_warps=4,
+    )  # fmt: skip
 
 
 def multiply(
@@ -96,7 +123,42 @@ def multiply(
     limit: float | None = None,  # the result is silu(gate) * up, clamped so, of halves of `out`
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit
-    """Rows of the result that no group has stay unwritten. Raises TypeError for weights as they lie in a file."""
+    """Rows of the result that no group has hold anything. Raises TypeError for weights as they lie in a file."""
+    sums, splits = _start(x, weight, groups, share, factors, limit, dtype)
+    if splits == 1:
+        return sums
+    rows, num_out = sums.shape[1:]
+    width = num_out if limit is None else num_out // 2
+    out = torch.empty(rows, width, dtype=dtype, device=sums.device)
+    launch(
+        add_parts, (rows, triton.cdiv(width, 512)),
+        sums, out, out if factors is None else factors, rows, num_out, 0.0 if limit is None else limit,
+        GLU=limit is not None, WEIGHTED=factors is not None, SPLITS=splits, BD=512, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def multiply_parts(
+    x: torch.Tensor | Rounded,
+    weight: Matrix,
+    *,
+    groups: Groups | Strided | None = None,
+) -> torch.Tensor:  # [splits, rows, out]
+    """As `multiply`, for somebody who adds the splits up himself; one split is bf16, several are float32."""
+    sums, splits = _start(x, weight, groups, 1, None, None, torch.bfloat16)
+    return sums if splits > 1 else sums[None]
+
+
+def _start(
+    x: torch.Tensor | Rounded,
+    weight: Matrix,
+    groups: Groups | Strided | None,
+    share: int,
+    factors: torch.Tensor | None,
+    limit: float | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, int]:
+    """The finished result and 1, or sums [splits, rows, out] float32 and how many splits."""
     eight = isinstance(x, Rounded)
     codes, scales, format_ = _format(weight, eight)
     rows, size, num_out = (
@@ -107,30 +169,36 @@ def multiply(
     lead = x.codes if isinstance(x, Rounded) else x.contiguous()
     config = _config(format_, eight, lead, rows, groups)
     tiles, blocks = triton.cdiv(num_out, config["BN"]), _blocks(groups, rows, config["BM"])
-    splits = _splits(config.pop("FILL"), tiles * blocks, size, lead, groups)
+    splits = _splits(config.pop("FILL"), tiles * blocks, size, lead)
     width = num_out if limit is None else num_out // 2
-    out = torch.empty(rows, width, dtype=dtype, device=lead.device)
-    sums = torch.empty(splits, rows, num_out, dtype=torch.float32, device=lead.device) if splits > 1 else out
+    shape, kind = ((splits, rows, num_out), torch.float32) if splits > 1 else ((rows, width), dtype)
+    sums = torch.empty(shape, dtype=kind, device=lead.device)
     lists = groups if isinstance(groups, Groups) else Groups(sums, sums, 0)
-    constants = {"GLU": limit is not None, "WEIGHTED": factors is not None, "SPLITS": splits}
-    scale = out if factors is None else factors
-    bound = 0.0 if limit is None else limit
     launch(
         weigh8 if eight else weigh,
         (tiles, blocks, splits),
         *((x.codes, x.scales) if isinstance(x, Rounded) else (lead,)), codes, scales, sums,
-        lists.rows_of, lists.expert_of, scale, rows, num_out, size, share, bound,
-        **format_, **constants, **config,
+        lists.rows_of, lists.expert_of, sums if factors is None else factors,
+        rows, num_out, size, share, 0.0 if limit is None else limit,
+        **format_, **config,
+        GLU=limit is not None, WEIGHTED=factors is not None, SPLITS=splits,
         GROUPED={Groups: "lists", Strided: "strided"}.get(type(groups), ""),
         EXPERTS=groups.count if isinstance(groups, Strided) else 0,
         EVEN=num_out % config["BN"] == 0 and size % config.get("BK", BLOCK) == 0, NATIVE=not interpreted(),
     )  # fmt: skip
-    if splits > 1:
-        launch(
-            add_parts, (rows, triton.cdiv(width, 512)), sums, out, scale, rows, num_out, bound,
-            **constants, BD=512, num_warps=4,
-        )  # fmt: skip
-    return out
+    return sums, splits
+
+
+def rounded(
+    x: torch.Tensor,  # [rows, size]
+    weight: Codes | Words,
+    *,
+    rows: int | None = None,  # that share a matrix, where that is not all of them
+) -> torch.Tensor | Rounded:
+    """x rounded to e4m3: as codes where products of eight bits are there and pay, else as the numbers they stand for."""
+    kind = "rounded_e2m1" if isinstance(weight, Words) else "rounded_e4m3"
+    eight = arch_of(x) >= FIRST_FP8 and tuned(kind, arch_of(x), len(x) if rows is None else rows)["EIGHT"]
+    return quantise_rows(x) if eight else round_rows(x)
 
 
 def _format(weight: Matrix, eight: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -179,9 +247,9 @@ def _blocks(groups: Groups | Strided | None, rows: int, block: int) -> int:
             return triton.cdiv(rows, block)
 
 
-def _splits(fill: float, programs: int, size: int, x: torch.Tensor, groups: Groups | Strided | None) -> int:
-    """A power of two that brings the programs to about `fill` for each processor; lists of rows are not split."""
-    if isinstance(groups, Groups) or not programs:
+def _splits(fill: float, programs: int, size: int, x: torch.Tensor) -> int:
+    """A power of two that brings the programs to about `fill` for each processor."""
+    if not programs:
         return 1
     wanted = min(fill * num_processors(x) / programs, size / (2 * BLOCK), 16)
     return 1 << max(int(wanted).bit_length() - 1, 0) if wanted >= 2 else 1

@@ -32,7 +32,12 @@ def choose_few(
         scores = tl.exp(x - tl.max(x, 0))
         scores /= tl.sum(scores, 0)
     else:
-        scores = tl.sqrt(tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))))
+        small = tl.exp(tl.minimum(x, 20.0))
+        grown = 1.0 + small
+        log1p = tl.where(
+            grown == 1.0, small, tl.log(grown) * (small / (grown - 1.0))
+        )  # exact for small numbers
+        scores = tl.sqrt(tl.where(x > 20.0, x, log1p))
     if MODE == "token":
         name = tl.load(tokens + token)
         chosen = tl.load(table + name * count + slot, mask=slot < count, other=0).to(tl.int32)
@@ -54,12 +59,13 @@ def choose_few(
     tl.store(experts + token * count + slot, chosen.to(tl.int64), mask=slot < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
 def add_choices(
-    parts,  # [T * count, D]: rows of experts that are elsewhere hold anything
+    parts,  # [SPLITS, T * count, D]: rows of experts that are elsewhere hold anything
     experts,  # [T, count] int64
     out,  # [T, D]
-    D, count, first, num_local,
+    num_pairs, D, count, first, num_local,
+    SPLITS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
@@ -69,8 +75,28 @@ def add_choices(
     for i in range(count):
         expert = tl.load(experts + token * count + i) - first
         size = tl.where((expert >= 0) & (expert < num_local), D, 0)
-        total += tl.load(parts + (token * count + i) * D + col, mask=col < size, other=0.0).to(tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = parts + (split * num_pairs + token * count + i) * D + col
+            total += tl.load(at, mask=col < size, other=0.0).to(tl.float32)
     tl.store(out + token * D + col, total, mask=col < D)
+
+
+def add_up(
+    parts: torch.Tensor,  # [splits, T * count, D], of multiply_parts
+    experts: torch.Tensor,  # [T, count] int64, contiguous
+    *,
+    local: range,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [T, D]
+    """The sum of each token's choices among the experts that are here."""
+    splits, pairs, size = parts.shape
+    tokens, count = experts.shape
+    out = torch.empty(tokens, size, dtype=dtype, device=parts.device)
+    launch(
+        add_choices, (tokens, triton.cdiv(size, 1024)),
+        parts, experts, out, pairs, size, count, local.start, len(local), SPLITS=splits, BD=1024, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def choose(

@@ -9,8 +9,10 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import arch_of, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
-from splitserve.ops.triton.multiply import Codes, Words, multiply, quantise_rows
-from splitserve.ops.triton.routing import add_choices, choose
+from splitserve.ops.triton.multiply import Codes, Words, multiply, multiply_parts, rounded
+from splitserve.ops.triton.routing import add_up, choose
+
+from .quant import linear, linear_rounded
 
 
 @triton.jit
@@ -70,11 +72,15 @@ def expert_ffn(
     limit: float,
     weights: torch.Tensor | None = None,  # [n, 1] float32: multiplies what goes into `down`
     *,
-    rounded: bool = False,  # rows in e4m3, as in linear_rounded
+    exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [n, hidden]
-    """Twin of ref.v4.expert_ffn; gate, up and their product are one kernel, sums unrounded in between."""
-    inner = multiply(quantise_rows(x) if rounded else x, gate_up, limit=limit, factors=weights)
-    return multiply(quantise_rows(inner) if rounded else inner, down)
+    """Twin of ref.v4.expert_ffn; for few rows gate, up and their product are one kernel."""
+    if len(x) >= tuned("expand", arch_of(x))["ROWS"]:
+        product = linear if exact else linear_rounded
+        inner = clamped_swiglu(product(x, gate_up), limit)
+        return product((inner if weights is None else inner * weights).to(x.dtype), down)
+    inner = multiply(x if exact else rounded(x, gate_up), gate_up, limit=limit, factors=weights)
+    return multiply(inner if exact else rounded(inner, down), down)
 
 
 def mix_experts(
@@ -86,20 +92,15 @@ def mix_experts(
     *,
     local: range,  # the experts that this rank holds
     limit: float,
-    rounded: bool = False,  # rows in e4m3, as in linear_rounded
+    exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [T, hidden] float32: the sum over this rank's experts
     """Twin of ref.v4.mix_experts."""
     experts, weights = experts.contiguous(), weights.contiguous()
     tokens, count = experts.shape
-    block = tuned("group_pairs", arch_of(x), triton.cdiv(tokens * count, len(local)))["BM"]
+    load = triton.cdiv(tokens * count, len(local))  # rows of an expert, on average
+    block = tuned("group_pairs", arch_of(x), load)["BM"]
     groups = group_pairs(experts, local=local, block=block)
-    rows = quantise_rows(x) if rounded else x
+    rows = x if exact else rounded(x, gate_up, rows=load)
     inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit)
-    parts = multiply(quantise_rows(inner) if rounded else inner, down, groups=groups)
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    size = x.shape[1]
-    launch(
-        add_choices, (tokens, triton.cdiv(size, 1024)),
-        parts, experts, out, size, count, local.start, len(local), BD=1024, num_warps=4,
-    )  # fmt: skip
-    return out
+    parts = multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
+    return add_up(parts, experts, local=local, dtype=torch.float32)

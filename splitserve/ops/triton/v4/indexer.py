@@ -131,7 +131,7 @@ def select_best(
     prefix = tl.full((), 0, tl.int32)
     missing = count  # of the chosen, those that share the prefix
     for place in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * place
+        shift = 24 - 8 * place
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, num_entries, BN):
             at = start + tl.arange(0, BN)

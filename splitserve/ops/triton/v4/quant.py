@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from splitserve.ops.kernels.launch import arch_of
+from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.quant import Mxfp4, Tiles, Weight, ue8m0_to_float
-from splitserve.ops.triton.multiply import BLOCK, Codes, Matrix, Words, multiply, quantise_rows
+from splitserve.ops.triton.multiply import BLOCK, Codes, Matrix, Rounded, Words, expand, multiply, rounded
 
 LARGEST_SCALE = 128  # ue8m0 of 2: what a bf16 product can take in together with the codes' missing 2 ** 126
 
@@ -53,13 +55,21 @@ def linear(
     x: torch.Tensor,  # [T, in] bf16
     weight: Matrix,  # [out, in]
 ) -> torch.Tensor:  # [T, out]
-    """Twin of ref.v4.linear: products with x as it is. Weights of numbers go to cuBLAS."""
-    return F.linear(x, weight) if isinstance(weight, torch.Tensor) else multiply(x, weight)
+    """Twin of ref.v4.linear: products with x as it is. Weights of numbers go to cuBLAS, and for many rows codes too."""
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight)
+    if isinstance(weight, Codes) and len(x) >= tuned("expand", arch_of(x))["ROWS"]:
+        return F.linear(x, expand(weight))
+    return multiply(x, weight)
 
 
 def linear_rounded(
     x: torch.Tensor,  # [T, in] bf16
     weight: Codes | Words,  # [out, in]
 ) -> torch.Tensor:  # [T, out]
-    """As `linear` with each 128 neighbours of x rounded to e4m3 first; in products of eight bits, from sm_89 on."""
-    return multiply(quantise_rows(x), weight)
+    """As `linear`, with each 128 neighbours of x rounded to e4m3 first, as DeepSeek's own recipe has it.
+
+    The result is the same however many rows there are; products of eight bits are used where they are faster.
+    """
+    rows = rounded(x, weight)
+    return multiply(rows, weight) if isinstance(rows, Rounded) else linear(rows, weight)

@@ -1,0 +1,300 @@
+"""Every kernel, started as the models start it: on meta tensors of the real shapes, so that nothing runs.
+
+    DeepSeek-V4-Flash   hidden 4096, 64 heads of 448 + 64, 256 experts of 2048, latents of 584 bytes
+    Llama-3-8B          hidden 4096, 32 heads of 128 over 8, ffn 14336
+
+Under `launch.compiling` a case compiles what it starts. Sizes are chosen so that every tuned configuration is used:
+where a table has entries for few and for many tokens, a case runs with both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from splitserve.ops import triton as ops
+from splitserve.ops.kernels.tuned import sizes
+from splitserve.ops.ref.v4.sparse import Rows
+from splitserve.ops.triton import (
+    attention,
+    dense,
+    digest,
+    grouping,
+    matrix,
+    matrix8,
+    moves,
+    norms,
+    routing,
+    sampling,
+    v4,
+)
+from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, multiply, quantise_rows, round_rows
+from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, sparse
+from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
+
+HOLDERS: tuple[ModuleType, ...] = (
+    attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
+    compress, experts, hyper, indexer, rows, sparse,
+)  # fmt: skip
+"""The modules that define kernels."""
+
+BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+HIDDEN, HEADS, DIM, ROPE, LATENT = 4096, 64, 512, 64, 584
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    start: Callable[[int], object]  # with the architecture
+
+
+def kernels() -> dict[str, bool]:
+    """Names of all kernels, and whether they multiply matrices: what a build must have started."""
+    found = {}
+    for module in HOLDERS:
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None)  # of triton.jit, compiled or interpreted
+            if callable(function) and function.__module__ == module.__name__:
+                source = inspect.getsource(function)
+                if "# grid:" in source:
+                    found[name] = "tl.dot(" in source
+    return found
+
+
+def cases() -> Iterator[Case]:
+    yield from _matrix_cases()
+    yield from _v4_cases()
+    yield from _llama_cases()
+    yield from _other_cases()
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def tiles(*shape: int) -> Codes:
+    scales = meta(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), dtype=F32)
+    return Codes(meta(*shape, dtype=torch.float8_e4m3fn), scales, (128, 128), True)
+
+
+def words(*shape: int) -> Words:
+    codes = meta(*shape[:-1], shape[-1] // 4, dtype=torch.int16)
+    return Words(codes, meta(*shape[:-2], shape[-1] // 128, shape[-2], dtype=torch.int32))
+
+
+def _each(kernel: str, start: Callable[[int], object]) -> Callable[[int], None]:
+    """`start` with one size for each tuned entry of `kernel`."""
+
+    def run(arch: int) -> None:
+        for size in sizes(kernel, arch):
+            start(size)
+
+    return run
+
+
+def _matrix_cases() -> Iterator[Case]:
+    for kind, make in (("e4m3", tiles), ("e2m1", words)):
+        yield Case(f"linear_{kind}", _each(f"weigh_{kind}", partial(_linear, make)))
+        yield Case(
+            f"linear_rounded_{kind}", _from_sm89(_each(f"weigh8_{kind}", partial(_linear_rounded, make)))
+        )
+        yield Case(f"experts_{kind}", _each(f"weigh_{kind}_grouped", partial(_experts, make, False)))
+        rounded = partial(_experts, make, True)
+        yield Case(f"experts_rounded_{kind}", _from_sm89(_each(f"weigh8_{kind}_grouped", rounded)))
+    yield Case(
+        "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
+    )
+    yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
+    yield Case("strided_rounded", _from_sm89(_each("weigh8_e4m3", partial(_strided, True))))
+    yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
+    yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
+
+
+Maker = Callable[..., Codes | Words]
+
+
+def _linear(make: Maker, rows: int) -> None:
+    weight = make(1536, HIDDEN)
+    multiply(meta(rows, HIDDEN), weight)
+    multiply(meta(rows, HIDDEN), weight, limit=10.0)
+
+
+def _linear_rounded(make: Maker, rows: int) -> None:
+    small, large = make(1536, HIDDEN), make(32768, 1024)
+    x = quantise_rows(meta(rows, HIDDEN))
+    multiply(x, small)
+    multiply(quantise_rows(meta(rows, 1024)), large)
+    multiply(x, small, limit=10.0)
+
+
+def _experts(make: Maker, rounded: bool, block: int) -> None:
+    gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
+    groups = grouping.group_pairs(meta(tokens, 6, dtype=I64), local=range(256), block=block)
+    x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
+    rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
+    multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
+    multiply(rows[1], down, groups=groups)
+
+
+def _strided(rounded: bool, tokens: int) -> None:
+    x = meta(tokens * 8, HIDDEN)
+    multiply(quantise_rows(x) if rounded else x, tiles(8, 1024, HIDDEN), groups=Strided(8))
+
+
+def _from_sm89(start: Callable[[int], object]) -> Callable[[int], None]:
+    def run(arch: int) -> None:
+        if arch >= 89:
+            start(arch)
+
+    return run
+
+
+def _v4_cases() -> Iterator[Case]:
+    yield Case("route", lambda _: v4.route(meta(8, 256, dtype=F32), meta(256, dtype=F32), count=6, scale=1.5))
+    yield Case("route_by_token", lambda _: v4.route_by_token(
+        meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
+    yield Case(
+        "group_many", lambda _: grouping.group_pairs(meta(512, 6, dtype=I64), local=range(256), block=64)
+    )
+    yield Case("mix_experts", lambda _: v4.mix_experts(
+        meta(2, HIDDEN), words(256, 4096, HIDDEN), words(256, HIDDEN, 2048), meta(2, 6, dtype=F32),
+        meta(2, 6, dtype=I64), local=range(256), limit=10.0))  # fmt: skip
+    yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
+    yield Case("hyper", _each("hc_mix", _hyper))
+    yield Case("attend", _each("attend", lambda n: _attend(n, meta(64, 128, LATENT, dtype=U8))))
+    yield Case("attend_plain", _each("attend", lambda n: _attend(n, meta(64, 128, DIM))))
+    yield Case("index", _each("rate_entries", _index))
+    yield Case("choose_entries", lambda _: v4.choose_entries(meta(2, 8192, dtype=F32), 512))
+    yield Case("norms", _norms)
+    yield Case("rows", _rows)
+    yield Case("pool", _pool)
+
+
+def _hyper(tokens: int) -> None:
+    streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
+    x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
+    v4.hc_post(x, streams, post, comb)
+    v4.hc_head(
+        streams,
+        meta(4, 4 * HIDDEN, dtype=F32),
+        meta(4, dtype=F32),
+        meta(1, dtype=F32),
+        eps=1e-6,
+        norm_eps=1e-6,
+    )
+
+
+def _attend(tokens: int, view: torch.Tensor) -> None:
+    """With far rows and without."""
+    q, sink, half = meta(tokens, HEADS, DIM), meta(HEADS, dtype=F32), meta(tokens, ROPE // 2, dtype=F32)
+    near = Rows(view, meta(tokens, 128, dtype=I64))
+    for far in (Rows(view, meta(tokens, 512, dtype=I64)), None):
+        v4.attend(q, near, far, sink, scale=DIM**-0.5, rope_dim=ROPE, turn_back=(half, half))
+
+
+def _index(tokens: int) -> None:
+    for view in (meta(64, 64, 132, dtype=U8), meta(64, 64, 128)):
+        for lens in ([1] * tokens, [2, *[1] * (tokens - 2)] if tokens > 1 else [1]):
+            v4.index_scores(meta(tokens, 64, 128), meta(tokens, 64, dtype=F32), view, meta(len(lens), 32, dtype=I64),
+                            meta(tokens, dtype=I64), q_lens=lens)  # fmt: skip
+
+
+def _norms(_: int) -> None:
+    half = meta(8, ROPE // 2, dtype=F32)
+    q, kv = meta(8, HEADS, DIM), meta(8, 1, DIM)
+    v4.rms_norm(meta(8, HIDDEN), meta(HIDDEN, dtype=F32), 1e-6)
+    v4.rms_norm(meta(8, 1024), meta(1024, dtype=F32), 1e-6)
+    v4.rms_norm_rotate(q, None, 1e-6, (half, half))
+    v4.rms_norm_rotate(kv, meta(DIM, dtype=F32), 1e-6, (half, half))
+    v4.rotate_tail(meta(8, 64, 128), (half, half))
+    v4.rotate_tail(q, (half, half), inverse=True)
+
+
+def _rows(_: int) -> None:
+    unit = meta(8, dtype=I64)
+    for dtype, width, key in ((U8, LATENT, 132), (BF16, DIM, 128)):
+        view, keys = meta(64, 128, width, dtype=dtype), meta(64, 64, key, dtype=dtype)
+        v4.encode_latents(meta(8, DIM), ROPE, view)
+        v4.write_latents(view, meta(8, DIM), unit, unit, rope_dim=ROPE)
+        v4.encode_keys(meta(8, 128), keys)
+        v4.write_keys(keys, meta(8, 128), unit, unit)
+        v4.write_rows(view, meta(8, width, dtype=dtype), unit, unit)
+        v4.take_rows(view, unit)
+
+
+def _pool(_: int) -> None:
+    for ratio, width in ((4, 512), (4, 128), (128, 512)):
+        plan = v4.Windows(
+            ratio, meta(8, dtype=I64), meta(8, ratio, dtype=I64), meta(8, ratio, dtype=I64), meta(8, ratio, dtype=I64),
+            meta(8, dtype=torch.bool), meta(8, dtype=I64), meta(8, dtype=I64), meta(8, dtype=I64),
+        )  # fmt: skip
+        carry = meta(64, 8, 2 * width, dtype=F32) if ratio == 4 else None
+        fresh = meta(32, (4 if ratio == 4 else 2) * width, dtype=F32)
+        v4.pool_windows(fresh, meta(64, ratio, 2 * width, dtype=F32), carry, plan)
+
+
+def _llama_cases() -> Iterator[Case]:
+    yield Case("llama_dense", _llama_dense)
+    yield Case("decode", _each("decode_span", _decode))
+    yield Case("prefill", _each("prefill", _prefill))
+    yield Case("write_rows", lambda _: ops.write_rows(
+        meta(64, 8, 256, 256), meta(8, 8, 128), meta(8, 8, 128), meta(8, dtype=I64), meta(8, dtype=I64)))  # fmt: skip
+    yield Case("choose_experts", lambda _: ops.choose_experts(meta(8, 128), 8, normalize=True))
+    yield Case("mix_experts_bf16", _each("weigh_bf16_grouped", _bf16_experts))
+
+
+def _llama_dense(_: int) -> None:
+    x, half = meta(8, HIDDEN), meta(8, 1, 64, dtype=F32)
+    ops.rms_norm(x, meta(HIDDEN), 1e-5)
+    ops.rms_norm(meta(8, 32, 128), meta(128), 1e-6)
+    ops.add_rms_norm(x, x, meta(HIDDEN), 1e-5)
+    ops.swiglu(meta(8, 2 * 14336))
+    ops.rotate(meta(8, 40, 128), (half, half))
+
+
+def _decode(longest: int) -> None:
+    """Head sizes of Llama-3 and SmolLM2; whole context and a window."""
+    for dim, window in ((128, 0), (64, 0), (128, 4096)):
+        plan = attention.DecodePlan(
+            meta(8, 64, dtype=I64), meta(8, dtype=torch.int32), min(longest, 8192), window
+        )
+        ops.attend_decode(meta(8, 32, dim), meta(64, 8, 256, 2 * dim), plan, 0.1)
+
+
+def _prefill(dim: int) -> None:
+    for window in (0, 4096):
+        width = 128 if dim > 64 else 64
+        plan = ops.plan_prefill(meta(8, dtype=I64), 2000, slice(0, 1000), 256, window)
+        ops.attend_prefill(meta(1000, 32, width), meta(64, 8, 256, 2 * width), plan, 0.1)
+
+
+def _bf16_experts(block: int) -> None:
+    tokens = block * 8
+    groups = grouping.group_pairs(meta(tokens, 8, dtype=I64), local=range(128), block=block)
+    inner = multiply(meta(tokens, 2048), meta(128, 1536, 2048), groups=groups, share=8, limit=float("inf"))
+    multiply(inner, meta(128, 2048, 768), groups=groups, factors=meta(tokens * 8, dtype=F32))
+
+
+def _other_cases() -> Iterator[Case]:
+    yield Case("draw", lambda _: ops.draw(meta(8, 129280, dtype=F32), meta(8, dtype=F32), meta(8, dtype=I64)))
+    yield Case("moves", _moves)
+    yield Case("digests", _digests)
+
+
+def _moves(_: int) -> None:
+    slab, ids = meta(64, 1 << 20, dtype=U8), meta(8, dtype=I64)
+    ops.scatter_units(slab, ids, ops.gather_units(slab, ids))
+
+
+def _digests(_: int) -> None:
+    for row_bytes in (584, 132, 130):
+        spec = StateSpec("c", 0, Growth.PAGED, row_bytes, tokens_per_row=4)
+        fields = lay_out([spec], page_tokens=256).page_fields
+        units = [Units(Kind.PAGE, (3, 1), 0, 0, 512)]
+        memory = {Kind.PAGE: meta(8, 64 * row_bytes, dtype=U8)}
+        digest.start_digests(fields, memory, units, start=0, stop=512, last=True)

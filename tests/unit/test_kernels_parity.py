@@ -1,0 +1,482 @@
+"""Every Triton kernel against its twin in plain torch, run by Triton's interpreter at small and odd shapes.
+
+The interpreter stores bf16 by cutting off, so results in bf16 may differ by one unit in the last place of each number.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, at their import below
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from splitserve.engine.sampler import _signed, _uniforms, random_key
+from splitserve.ops import ref
+from splitserve.ops import triton as ops
+from splitserve.ops.kernels import catalogue
+from splitserve.ops.ref import digest as ref_digest
+from splitserve.ops.ref import v4 as ref4
+from splitserve.ops.ref.v4 import quant as ref_quant
+from splitserve.ops.ref.v4 import rows as ref_rows
+from splitserve.ops.triton import grouping, multiply, v4
+from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
+
+BF16 = 0.009  # two results rounded to bf16, by cutting off
+EXACT = 2e-6
+STARTED: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes which kernels ran, for the last test."""
+    run = InterpretedFunction.run
+
+    def noting(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
+        STARTED.add(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noting)
+    torch.manual_seed(0)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative, of the whole tensor; infinite where a number is missing."""
+    if got.shape != want.shape or not torch.isfinite(got.float()).all():
+        return math.inf
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def tiles(*shape: int, powers: bool = True) -> ref4.Tiles:
+    """E4M3 weights; a stack where there are three dimensions."""
+    stack = [ref4.quantise_tiles(torch.randn(shape[-2:]) * 0.05) for _ in range(math.prod(shape[:-2]))]
+    codes = torch.stack([c for c, _ in stack]).view(shape)
+    scales = torch.stack([s for _, s in stack])
+    scales = scales.view(*shape[:-2], *scales.shape[1:])
+    return ref4.Tiles(codes, scales if powers else ref4.ue8m0_to_float(scales) * 1.1, (128, 128))
+
+
+def mxfp4(*shape: int) -> ref4.Mxfp4:
+    return ref4.Mxfp4(*ref4.quantise_mxfp4(torch.randn(shape) * 0.05))
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """The definition of linear_rounded's rounding, float32."""
+    groups = x.float().unflatten(1, (-1, 128))
+    amax = groups.abs().amax(-1).clamp_min(1e-4)
+    scale = ref4.ue8m0_to_float(ref_quant.power_of_two_scale(amax, 448.0))[..., None]
+    return ((groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+
+
+# ------------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(tiles(96, 256), id="e4m3"),
+        pytest.param(tiles(40, 200), id="e4m3 odd"),
+        pytest.param(tiles(40, 200, powers=False), id="e4m3 with any scales"),
+        pytest.param(mxfp4(48, 128), id="e2m1"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_linear(weight: ref4.Tiles | ref4.Mxfp4, tokens: int) -> None:
+    size = weight.codes.shape[1] * (2 if isinstance(weight, ref4.Mxfp4) else 1)
+    x = torch.randn(tokens, size).bfloat16()
+    assert error(v4.linear(x, v4.prepare(weight)), ref4.linear(x.float(), weight)) < BF16
+
+
+def test_every_code_has_its_value() -> None:
+    """All 256 e4m3 codes but NaN, subnormal ones among them, and all 16 of e2m1 with scales from 2^-20 to 2."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0
+    weight = ref4.Tiles(
+        codes.view(1, 256).view(torch.float8_e4m3fn), torch.full((1, 2), 127, dtype=torch.uint8), (128, 128)
+    )
+    eye = torch.eye(256).bfloat16()
+    assert torch.equal(v4.linear(eye, v4.prepare(weight)).float(), weight.codes.float().T)
+    pairs = (torch.arange(128) * 37 % 256).to(torch.uint8)[None]
+    four = ref4.Mxfp4(pairs, torch.tensor([[107, 120, 127, 128, 110, 121, 126, 119]], dtype=torch.uint8))
+    want = ref4.dequantise(four, torch.float32)
+    assert torch.equal(v4.linear(eye, v4.prepare(four)).float(), want.T)
+
+
+def test_scales_that_a_product_cannot_take_are_refused() -> None:
+    four = ref4.Mxfp4(torch.zeros(1, 64, dtype=torch.uint8), torch.full((1, 4), 129, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="up to 2 is served"):
+        v4.prepare(four)
+
+
+def test_rounding_of_rows() -> None:
+    """Exactly the definition, zeros and numbers far apart included."""
+    x = (torch.randn(9, 256) * torch.logspace(-9, 4, 9)[:, None]).bfloat16()
+    x[3] = 0
+    got = multiply.quantise_rows(x)
+    back = (got.codes.float().unflatten(1, (-1, 128)) * got.scales.T[..., None]).flatten(1)
+    assert torch.equal(back, rounded(x))
+    assert torch.equal(multiply.round_rows(x).float(), rounded(x))
+
+
+@pytest.mark.parametrize(
+    "weight", [pytest.param(tiles(96, 256), id="e4m3"), pytest.param(mxfp4(48, 256), id="e2m1")]
+)
+def test_products_of_eight_bits(weight: ref4.Tiles | ref4.Mxfp4) -> None:
+    x = torch.randn(3, 256).bfloat16()
+    got = multiply.multiply(multiply.quantise_rows(x), v4.prepare(weight))
+    assert error(got, ref4.linear(rounded(x), weight)) < BF16
+    assert error(v4.linear_rounded(x, v4.prepare(weight)), ref4.linear(rounded(x), weight)) < BF16
+
+
+@pytest.mark.parametrize("eight", [False, True])
+def test_products_split_over_their_length(monkeypatch: pytest.MonkeyPatch, *, eight: bool) -> None:
+    monkeypatch.setattr(multiply, "_splits", lambda *_: 2)
+    x, weight = torch.randn(3, 384).bfloat16(), tiles(64, 384)
+    rows = multiply.quantise_rows(x) if eight else x
+    want = ref4.linear(rounded(x) if eight else x.float(), weight)
+    assert error(multiply.multiply(rows, v4.prepare(weight)), want) < BF16
+    limited = ref4.clamped_swiglu(want, 0.5)
+    factors = torch.rand(3)
+    got = multiply.multiply(rows, v4.prepare(weight), limit=0.5, factors=factors)
+    assert error(got, limited * factors[:, None]) < BF16
+
+
+def test_numbers_of_a_matrix() -> None:
+    for weight in (tiles(40, 300), tiles(130, 128)):
+        assert torch.equal(multiply.expand(v4.prepare(weight)), ref4.dequantise(weight, torch.bfloat16))
+
+
+def test_grouped_linear() -> None:
+    x, weight = torch.randn(3, 2, 256).bfloat16(), tiles(256, 256)
+    want = ref4.grouped_linear(x.float(), ref4.dequantise(weight, torch.float32))
+    assert error(v4.grouped_linear(x, v4.prepare(weight)), want) < BF16
+
+
+def test_float32_products_of_bf16() -> None:
+    x, weight = torch.randn(3, 200).bfloat16(), torch.randn(40, 200).bfloat16()
+    assert error(v4.linear_f32(x, weight), ref4.linear_f32(x, weight)) < EXACT
+
+
+# ------------------------------------------------------------------ experts
+
+
+@pytest.mark.parametrize(("tokens", "held"), [(1, range(16)), (7, range(2, 6)), (40, range(16))])
+@pytest.mark.parametrize("few", [0, 1024])
+def test_groups_hold_every_pair_once(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, held: range, few: int
+) -> None:
+    """`few` 0 takes the way of many pairs."""
+    monkeypatch.setattr(grouping, "FEW", few)
+    experts = torch.rand(tokens, 16).argsort(-1)[:, :6]
+    groups = grouping.group_pairs(experts, local=held, block=16)
+    flat, seen = experts.flatten().tolist(), []
+    for owner, rows in zip(groups.expert_of.tolist(), groups.rows_of.view(-1, 16).tolist(), strict=True):
+        used = [r for r in rows if r >= 0]
+        assert all(flat[r] - held.start == owner for r in used)
+        seen += used
+    assert sorted(seen) == [i for i, e in enumerate(flat) if e in held]
+
+
+@pytest.mark.parametrize("make", [tiles, mxfp4])
+@pytest.mark.parametrize("local", [range(4), range(1, 3)])
+def test_mix_experts(make: type, local: range) -> None:
+    gate_up, down = make(4, 256, 128), make(4, 128, 128)
+    x, weights = torch.randn(3, 128).bfloat16(), torch.rand(3, 2)
+    experts = torch.rand(3, 4).argsort(-1)[:, :2]
+    a, b = (type(w)(*(getattr(w, f)[local.start : local.stop] for f in ("codes", "scales")), *((w.tile,) if make is tiles else ()))
+            for w in (gate_up, down))  # fmt: skip
+    want = ref4.mix_experts(x.float(), a, b, weights, experts, local=local, limit=0.5)
+    got = v4.mix_experts(x, v4.prepare(a), v4.prepare(b), weights, experts, local=local, limit=0.5)
+    assert error(got, want) < 2 * BF16
+    got = v4.mix_experts(
+        x, v4.prepare(a), v4.prepare(b), weights, experts, local=local, limit=0.5, exact=False
+    )
+    assert error(got, want) < 0.1  # two roundings to three bits
+
+
+def test_expert_ffn() -> None:
+    gate_up, down, x = tiles(256, 128), tiles(128, 128), torch.randn(3, 128).bfloat16()
+    want = ref4.expert_ffn(x.float(), gate_up, down, 0.5)
+    assert error(v4.expert_ffn(x, v4.prepare(gate_up), v4.prepare(down), 0.5), want) < 2 * BF16
+    assert error(v4.clamped_swiglu(x, 0.7), ref4.clamped_swiglu(x, 0.7)) < EXACT
+
+
+def test_mix_experts_of_numbers() -> None:
+    x, gate_up, down = torch.randn(7, 64).bfloat16(), torch.randn(20, 96, 64) / 8, torch.randn(20, 64, 48) / 8
+    weights, experts = ref.choose_experts(torch.randn(7, 20), 4, normalize=True)
+    want = ref.mix_experts(x.float(), gate_up.bfloat16().float(), down.bfloat16().float(), weights, experts)
+    assert error(ops.mix_experts(x, gate_up.bfloat16(), down.bfloat16(), weights, experts), want) < 3 * BF16
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_routing(tokens: int) -> None:
+    logits, bias = torch.randn(tokens, 24) * 8, torch.randn(24)
+    table, ids = torch.randint(0, 24, (50, 3), dtype=torch.int32), torch.randint(0, 50, (tokens,))
+    pairs = [
+        (v4.route(logits, bias, count=3, scale=1.5), ref4.route(logits, bias, count=3, scale=1.5)),
+        (
+            v4.route_by_token(logits, table, ids, scale=1.5),
+            ref4.route_by_token(logits, table, ids, scale=1.5),
+        ),
+        (ops.choose_experts(logits, 4, normalize=True), ref.choose_experts(logits, 4, normalize=True)),
+        (ops.choose_experts(logits, 4, normalize=False), ref.choose_experts(logits, 4, normalize=False)),
+    ]
+    for (weights, experts), (want_weights, want_experts) in pairs:
+        order, want_order = experts.argsort(-1), want_experts.argsort(-1)
+        assert torch.equal(experts.gather(1, order), want_experts.gather(1, want_order))
+        assert error(weights.gather(1, order), want_weights.gather(1, want_order)) < EXACT
+
+
+# ------------------------------------------------------------------ streams, norms, rotations
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_hyper_connections(tokens: int) -> None:
+    streams, fn = torch.randn(tokens, 4, 96).bfloat16(), torch.randn(24, 384) / 20
+    base, scale = torch.randn(24) / 2, torch.rand(3) + 0.5
+    how = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    (x, post, comb), want = (
+        v4.hc_pre(streams, fn, base, scale, **how),
+        ref4.hc_pre(streams, fn, base, scale, **how),
+    )
+    assert error(x, want[0]) < BF16
+    assert error(post, want[1]) < EXACT
+    assert error(comb, want[2]) < EXACT
+    y = torch.randn(tokens, 96).bfloat16()
+    assert error(v4.hc_post(y, streams, post, comb), ref4.hc_post(y, streams, post, comb)) < BF16
+    how.pop("iters")
+    assert error(v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how),
+                 ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)) < BF16  # fmt: skip
+
+
+def test_norms_and_rotations_of_v4() -> None:
+    x, weight = torch.randn(5, 3, 48), torch.rand(48) + 0.5
+    table = ref4.rope_table(torch.arange(5) * 9, torch.rand(8))
+    assert error(v4.rms_norm(x, weight, 1e-6), ref4.rms_norm(x, weight, 1e-6)) < EXACT
+    assert error(v4.rms_norm(x[:, 0], None, 1e-6), ref4.rms_norm(x[:, 0], None, 1e-6)) < EXACT
+    for inverse in (False, True):
+        assert (
+            error(v4.rotate_tail(x, table, inverse=inverse), ref4.rotate_tail(x, table, inverse=inverse))
+            < EXACT
+        )
+    want = ref4.rotate_tail(ref4.rms_norm(x[:, 1:], weight, 1e-6), table)
+    assert error(v4.rms_norm_rotate(x[:, 1:], weight, 1e-6, table), want) < EXACT
+
+
+def test_norms_and_rotations_of_llama() -> None:
+    x, weight = torch.randn(5, 3, 64), torch.rand(64) + 0.5
+    table = ref.rope_table(torch.arange(5) * 9, torch.rand(32))
+    assert error(ops.rms_norm(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5)) < EXACT
+    assert error(ops.rotate(x, table), ref.rotate(x, table)) < EXACT
+    assert error(ops.swiglu(x), ref.swiglu(x)) < EXACT
+    for got, want in zip(
+        ops.add_rms_norm(x[:, 0], x[:, 1], weight, 1e-5),
+        ref.add_rms_norm(x[:, 0], x[:, 1], weight, 1e-5),
+        strict=True,
+    ):
+        assert error(got, want) < EXACT
+    low = x.bfloat16()
+    assert (
+        error(ops.rms_norm(low, weight.bfloat16(), 1e-5), ref.rms_norm(low, weight.bfloat16(), 1e-5)) < BF16
+    )
+
+
+# ------------------------------------------------------------------ attention
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 6, 2), (40, 3, 3)])
+@pytest.mark.parametrize("window", [0, 20])
+def test_paged_attention(dim: int, heads: int, kv_heads: int, window: int) -> None:
+    """Rows that were never written hold NaN."""
+    view = torch.full((9, kv_heads, 16, 2 * dim + 8), math.nan)[..., : 2 * dim]
+    pages, lens = torch.tensor([[1, 3, 5, 0], [2, 4, 6, 8]]), (37, 50)
+    for seq, length in enumerate(lens):
+        token = torch.arange(length)
+        k, v = torch.randn(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
+        other = view.clone()
+        ops.write_rows(view, k, v, pages[seq, token // 16], token % 16)
+        ref.write_rows(other, k, v, pages[seq, token // 16], token % 16)
+        assert torch.equal(view.nan_to_num(7), other.nan_to_num(7))
+    q = torch.randn(2, heads, dim)
+    want = ref.attend_decode(q, view, ref.plan_decode(pages, lens, 16, window), 0.2)
+    assert error(ops.attend_decode(q, view, ops.plan_decode(pages, lens, 16, window), 0.2), want) < EXACT
+    q, rows = torch.randn(11, heads, dim), slice(2, 13)
+    want = ref.attend_prefill(q, view, ref.plan_prefill(pages[1], 50, rows, 16, window), 0.2)
+    assert (
+        error(ops.attend_prefill(q, view, ops.plan_prefill(pages[1], 50, rows, 16, window), 0.2), want)
+        < EXACT
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("dim", "rope", "heads"), [(512, 64, 3), (64, 16, 2)])
+def test_sparse_attention(dim: int, rope: int, heads: int, *, packed: bool) -> None:
+    def pool(units: int, rows: int) -> torch.Tensor:
+        x = torch.randn(units * rows, dim)
+        return (ref_rows.pack_latents(x, rope) if packed else x.bfloat16()).view(units, rows, -1)
+
+    near = ref4.Rows(pool(2, 20), torch.randint(-1, 40, (2, 37)))
+    far = ref4.Rows(pool(5, 8), torch.randint(-1, 40, (2, 34)))
+    far.view[4, 7] = 255  # NaN where no list points
+    far.index[far.index == 39] = -1
+    q, sink = torch.randn(2, heads, dim).bfloat16(), torch.randn(heads)
+    table = ref4.rope_table(torch.arange(2) * 7, torch.rand(rope // 2))
+    for some in (far, None):
+        want = ref4.attend(q.float(), near, some, sink, scale=dim**-0.5, rope_dim=rope)
+        assert error(v4.attend(q, near, some, sink, scale=dim**-0.5, rope_dim=rope), want) < BF16
+        got = v4.attend(q, near, some, sink, scale=dim**-0.5, rope_dim=rope, turn_back=table)
+        assert error(got, ref4.rotate_tail(want, table, inverse=True)) < BF16
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_index_scores(*, packed: bool) -> None:
+    keys = torch.randn(48, 128)
+    view = (ref_rows.pack_keys(keys) if packed else keys.bfloat16()).view(6, 8, -1)
+    pages, visible = torch.tensor([[1, 3, 5], [0, 2, 4]]), torch.tensor([20, 21, 13])
+    q, weights = torch.randn(3, 4, 128).bfloat16(), torch.randn(3, 4)
+    for lens in ((2, 1), (1, 1)):
+        n = sum(lens)
+        want = ref4.index_scores(q[:n].float(), weights[:n], view, pages, visible[:n], q_lens=lens)
+        got = v4.index_scores(q[:n], weights[:n], view, pages, visible[:n], q_lens=lens)
+        seen = want > -math.inf
+        assert error(got[:, : want.shape[1]][seen], want[seen]) < EXACT
+        assert (got[:, : want.shape[1]][~seen] == -math.inf).all()
+        assert (got[:, want.shape[1] :] == -math.inf).all()
+
+
+@pytest.mark.parametrize(("entries", "count"), [(100, 8), (700, 64), (5, 8), (300, 300)])
+def test_choose_entries(entries: int, count: int) -> None:
+    """The same scores as topk's, each entry once; with ties and with fewer visible than wanted."""
+    scores = torch.randn(3, entries)
+    scores[0, entries // 2 :] = -math.inf
+    scores[:, :3] = 0.5
+    scores[1] = scores[1].round()
+    got, want = v4.choose_entries(scores, count), ref4.choose_entries(scores, count)
+
+    def values(chosen: torch.Tensor) -> torch.Tensor:
+        return scores.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf).sort(-1).values
+
+    assert torch.equal(values(got), values(want))
+    assert all(len(set(row)) == len(row) for row in ([e for e in r if e >= 0] for r in got.tolist()))
+
+
+# ------------------------------------------------------------------ rows of the state
+
+
+@pytest.mark.parametrize(("dim", "rope", "width"), [(512, 64, 584), (64, 16, 88)])
+def test_latents_are_packed_bit_for_bit(dim: int, rope: int, width: int) -> None:
+    x = (torch.randn(6, dim) * torch.logspace(-7, 2, 6)[:, None]).bfloat16().float()
+    unit, row = torch.tensor([0, 2, 1, 0, 2, 1]), torch.tensor([0, 1, 2, 3, 0, 1])
+    for dtype in (torch.uint8, torch.bfloat16):
+        size = width if dtype == torch.uint8 else dim
+        view = torch.zeros(3, 8, size, dtype=dtype)[:, ::2]
+        want = view.clone()
+        assert torch.equal(v4.encode_latents(x, rope, view), ref4.encode_latents(x, rope, view))
+        v4.write_latents(view, x, unit, row, rope_dim=rope)
+        ref4.write_rows(want, ref4.encode_latents(x, rope, want), unit, row)
+        assert torch.equal(view, want)
+
+
+def test_index_keys_are_packed_bit_for_bit() -> None:
+    x, unit, row = (
+        torch.randn(4, 128).bfloat16().float(),
+        torch.tensor([0, 2, 1, 0]),
+        torch.tensor([0, 1, 2, 3]),
+    )
+    for dtype, width in ((torch.uint8, 132), (torch.bfloat16, 128)):
+        view = torch.zeros(3, 4, width, dtype=dtype)
+        want = view.clone()
+        assert torch.equal(v4.encode_keys(x, view), ref4.encode_keys(x, view))
+        v4.write_keys(view, x, unit, row)
+        ref4.write_rows(want, ref4.encode_keys(x, want), unit, row)
+        assert torch.equal(view, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_rows_are_taken_and_written(dtype: torch.dtype) -> None:
+    view, index = torch.randint(0, 255, (5, 7, 20)).to(dtype), torch.randint(-1, 35, (4, 3))
+    assert torch.equal(v4.take_rows(view, index), ref4.take_rows(view, index))
+    rows, unit, row = (
+        torch.randint(0, 255, (3, 20)).to(dtype),
+        torch.tensor([0, 2, 4]),
+        torch.tensor([1, 6, 0]),
+    )
+    want = view.clone()
+    v4.write_rows(view, rows, unit, row)
+    ref4.write_rows(want, rows, unit, row)
+    assert torch.equal(view, want)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "q_lens", "kv_lens"), [(4, (1, 9, 5), (8, 9, 13)), (128, (130, 3), (131, 129))]
+)
+def test_windows_are_pooled(ratio: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
+    width, halves = 40, 4 if ratio == 4 else 2
+    slots, pages = torch.arange(len(q_lens)), torch.randperm(20)[: 4 * len(q_lens)].view(len(q_lens), 4)
+    plan = ref4.plan_windows(q_lens, kv_lens, ratio=ratio, slots=slots, pages=pages, page_tokens=128)
+    fresh, pending = torch.randn(sum(q_lens), halves * width), torch.randn(4, ratio, 2 * width)
+    carry = torch.randn(4, 2 * ratio, 2 * width) if ratio == 4 else None
+    assert len(plan) > 0
+    assert (
+        error(v4.pool_windows(fresh, pending, carry, plan), ref4.pool_windows(fresh, pending, carry, plan))
+        < EXACT
+    )
+
+
+@pytest.mark.parametrize("row_bytes", [584, 132, 130, 7])
+def test_digests_are_the_same_numbers(row_bytes: int) -> None:
+    specs = [StateSpec("c", i, Growth.PAGED, row_bytes, tokens_per_row=4, encoding="x") for i in range(2)]
+    specs.append(StateSpec("w", 0, Growth.RING, row_bytes, rows=8, encoding="x"))
+    layout = lay_out(specs, page_tokens=16)
+    sizes = {Kind.PAGE: (9, layout.page_bytes), Kind.SLOT: (3, layout.slot_bytes)}
+    memory = {kind: torch.randint(0, 255, size, dtype=torch.uint8) for kind, size in sizes.items()}
+    units = [Units(Kind.PAGE, (3, 1, 7), 0, 0, 41), Units(Kind.SLOT, (2,), 0, 0, 41)]
+    fields = [*layout.page_fields, *layout.slot_fields]
+    got = ops.field_digests(fields, memory, units, start=5, stop=41, last=True)
+    assert torch.equal(got, ref_digest.field_digests(fields, memory, units, start=5, stop=41, last=True))
+    memory[Kind.PAGE][1, 3] ^= 1
+    assert not torch.equal(got, ops.field_digests(fields, memory, units, start=5, stop=41, last=True))
+
+
+@pytest.mark.parametrize("size", [4096, 100])
+def test_units_are_moved(size: int) -> None:
+    slab, ids = torch.randint(0, 255, (6, size), dtype=torch.uint8), torch.tensor([4, 0, 2])
+    units = ops.gather_units(slab, ids)
+    assert torch.equal(units, slab[ids])
+    want = slab.clone()
+    want[ids + 1] = units
+    ops.scatter_units(slab, ids + 1, units)
+    assert torch.equal(slab, want)
+
+
+def test_draws_are_the_sampler_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.ops.triton.sampling.PART", 64)
+    logits = torch.randn(4, 150)
+    logits[0, [5, 77]] = 9.0  # a tie goes to the lower id
+    logits[1, 40:] = -math.inf
+    keys = torch.tensor([_signed(random_key(1, 0, i)) for i in range(4)])
+    temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0])
+    noise = _uniforms(keys[:, None], torch.arange(150)).log_().neg_().float().log_().neg_()
+    hot = logits / temperatures.clamp(min=1e-9)[:, None] + noise
+    want = torch.where(temperatures[:, None] > 0, hot, logits).argmax(-1)
+    assert torch.equal(ops.draw(logits, temperatures, keys), want)
+
+
+@pytest.fixture(scope="module")
+def _whole_file(request: pytest.FixtureRequest) -> Iterator[bool]:
+    mine = {item.originalname for item in request.session.items if item.fspath == request.fspath}
+    here = {name for name in globals() if name.startswith("test_")}
+    yield here <= mine
+
+
+def test_no_kernel_is_left_out(*, _whole_file: bool) -> None:
+    if not _whole_file:
+        pytest.skip("needs all tests of this file before it")
+    kernels = set(catalogue.kernels())
+    print(f"{len(kernels)} kernels ran in the interpreter: {', '.join(sorted(kernels))}")
+    assert STARTED >= kernels, f"never ran: {sorted(kernels - STARTED)}"
