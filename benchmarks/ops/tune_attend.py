@@ -37,7 +37,7 @@ def main() -> None:
             Rows(pool, torch.randint(0, 8192 * 64, (tokens, far_rows), device="cuda")) for _ in range(sets)
         ]
         for bh, bk, warps, stages, hold in ((16, 32, 4, 1, False), (16, 32, 4, 2, False), (16, 32, 8, 2, False),
-                                            (64, 32, 8, 1, True), (64, 32, 8, 2, True), (64, 64, 8, 2, True)):  # fmt: skip
+                                            (64, 32, 8, 1, True), (64, 32, 8, 2, True), (64, 64, 8, 2, True)):  # fmt: skip  # noqa: E501
             for fill in (1, 2, 4) if tokens < 100 else (1,):
                 if tokens > 100 and bh < 64:
                     continue

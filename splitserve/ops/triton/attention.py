@@ -58,9 +58,13 @@ def put_rows(
     # grid: [tokens, heads]
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BD)
-    place = view + tl.load(page + token) * view_page + head * view_head + tl.load(row + token) * view_row + col
+    place = (
+        view + tl.load(page + token) * view_page + head * view_head + tl.load(row + token) * view_row + col
+    )
     tl.store(place, tl.load(k + token * k_token + head * k_head + col, mask=col < D, other=0.0), mask=col < D)
-    tl.store(place + D, tl.load(v + token * v_token + head * v_head + col, mask=col < D, other=0.0), mask=col < D)
+    tl.store(
+        place + D, tl.load(v + token * v_token + head * v_head + col, mask=col < D, other=0.0), mask=col < D
+    )
 
 
 @triton.jit
@@ -113,7 +117,9 @@ def decode_span(
         inside = here[:, None] & (col < D)[None, :]
         k = tl.load(keys, mask=inside, other=0.0).to(NUM)
         v = tl.load(keys + D, mask=inside, other=0.0).to(NUM)
-        weights, shrink, top, total = _softmax_step(tl.dot(query, tl.trans(k)) * scale, here[None, :], top, total)
+        weights, shrink, top, total = _softmax_step(
+            tl.dot(query, tl.trans(k)) * scale, here[None, :], top, total
+        )
         mixed = tl.dot(weights.to(NUM), v, mixed * shrink[:, None])
     out = row * spans + span
     tl.store(part_top + out, top, mask=g < group)
@@ -140,7 +146,11 @@ def decode_join(
         at = row * spans + span
         tops = tl.load(part_top + at, mask=span < spans, other=NEVER)
         totals = tl.load(part_total + at, mask=span < spans, other=0.0)
-        parts = tl.load(part + at[:, None] * D + col[None, :], mask=(span < spans)[:, None] & (col < D)[None, :], other=0.0)
+        parts = tl.load(
+            part + at[:, None] * D + col[None, :],
+            mask=(span < spans)[:, None] & (col < D)[None, :],
+            other=0.0,
+        )
         top = tl.maximum(best, tl.max(tops, 0))
         weight = tl.exp2(tops - top)
         mixed = mixed * tl.exp2(best - top) + tl.sum(parts * weight[:, None], 0)
@@ -172,7 +182,9 @@ def prefill(
     m, col = tile * BM + tl.arange(0, BM), tl.arange(0, BD)
     position = kv_len - num_tokens + m
     ours = (m < num_tokens)[:, None] & (col < D)[None, :]
-    query = tl.load(q + m[:, None].to(tl.int64) * q_token + head * D + col[None, :], mask=ours, other=0.0).to(NUM)
+    query = tl.load(q + m[:, None].to(tl.int64) * q_token + head * D + col[None, :], mask=ours, other=0.0).to(
+        NUM
+    )
     top, total = tl.full((BM,), NEVER, tl.float32), tl.zeros((BM,), tl.float32)
     mixed = tl.zeros((BM, BD), tl.float32)
     lowest = kv_len - num_tokens + tile * BM
@@ -216,7 +228,7 @@ def write_rows(
 def plan_decode(
     pages: torch.Tensor,  # [num_seqs, max_pages] int64, rows padded with anything
     kv_lens: Sequence[int],  # of each sequence, this step's token included
-    page_tokens: int,  # noqa: ARG001  views say it themselves
+    page_tokens: int,
     window: int = 0,
 ) -> DecodePlan:
     """Twin of ref.plan_decode."""
@@ -256,7 +268,7 @@ def plan_prefill(
     pages: torch.Tensor,  # [max_pages] int64: of this sequence
     kv_len: int,
     rows: slice,
-    page_tokens: int,  # noqa: ARG001
+    page_tokens: int,
     window: int = 0,
 ) -> PrefillPlan:
     """Twin of ref.plan_prefill."""
@@ -288,5 +300,7 @@ def attend_prefill(
 def _steps(view: torch.Tensor) -> tuple[int, int, int]:
     """Strides of pages, heads and rows in steps of eight elements. Raises ValueError where they are none."""
     if any(s % 8 for s in view.stride()[:3]):
-        raise ValueError(f"a view with strides {view.stride()}: rows of keys must start at multiples of 8 elements")
+        raise ValueError(
+            f"a view with strides {view.stride()}: rows of keys must start at multiples of 8 elements"
+        )
     return view.stride(0) // 8, view.stride(1) // 8, view.stride(2) // 8

@@ -83,7 +83,11 @@ def field_digests(
 
 
 def _field_digest(
-    field: Field, memory: Mapping[Kind, torch.Tensor], units: Sequence[Units], live: range, device: torch.device
+    field: Field,
+    memory: Mapping[Kind, torch.Tensor],
+    units: Sequence[Units],
+    live: range,
+    device: torch.device,
 ) -> torch.Tensor:
     if not live:
         return torch.zeros((), dtype=torch.int64, device=device)

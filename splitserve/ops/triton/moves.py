@@ -47,10 +47,19 @@ def scatter_units(
 
 
 def _move(
-    source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor, *, named: str
+    source: torch.Tensor,
+    source_ids: torch.Tensor,
+    target: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    named: str,
 ) -> None:
     size = source.shape[1]
-    word = torch.int64 if size % 8 == 0 and source.stride(0) % 8 == 0 and target.stride(0) % 8 == 0 else torch.uint8
+    word = (
+        torch.int64
+        if size % 8 == 0 and source.stride(0) % 8 == 0 and target.stride(0) % 8 == 0
+        else torch.uint8
+    )
     a, b = source.view(word), target.view(word)
     launch(
         move_units, (len(source_ids), triton.cdiv(a.shape[1], 1024)),

@@ -49,7 +49,9 @@ def norm_turn(
         if WEIGHT == "wide":
             wide *= tl.load(weight + col, mask=col < D, other=0.0)
         if WEIGHT == "rounded":
-            wide = wide.to(loaded.dtype).to(tl.float32) * tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
+            wide = wide.to(loaded.dtype).to(tl.float32) * tl.load(weight + col, mask=col < D, other=0.0).to(
+                tl.float32
+            )
     tl.store(into + col, wide, mask=here & (col < D - ROPE))
     if ROPE > 0:
         pair = tl.arange(0, ROPE // 2)[None, :]
@@ -92,7 +94,9 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BD)
     a = tl.load(x + row * D + col, mask=col < D, other=0.0)
-    added = (a.to(tl.float32) + tl.load(residual + row * D + col, mask=col < D, other=0.0).to(tl.float32)).to(a.dtype)
+    added = (a.to(tl.float32) + tl.load(residual + row * D + col, mask=col < D, other=0.0).to(tl.float32)).to(
+        a.dtype
+    )
     tl.store(total + row * D + col, added, mask=col < D)
     wide = added.to(tl.float32)
     scaled = (wide / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)).to(a.dtype)

@@ -70,6 +70,8 @@ def draw(
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    launch(best_of_part, (rows, parts), logits, temperatures, keys, values, tokens, vocab, BD=PART, num_warps=8)
+    launch(
+        best_of_part, (rows, parts), logits, temperatures, keys, values, tokens, vocab, BD=PART, num_warps=8
+    )
     launch(best_of_parts, (rows,), values, tokens, out, parts, BP=triton.next_power_of_2(parts), num_warps=1)
     return out

@@ -50,7 +50,9 @@ def pool(
         s = s0 + tl.arange(0, BS)
         token = tl.load(own + window * RATIO + s, mask=s < RATIO, other=0)
         new = fresh + tl.maximum(token, 0) * fresh_row + (fresh_row - 2 * WIDTH)
-        rows = tl.where(token >= 0, new, pending + unit * pending_unit + s * pending_row)[:, None] + col[None, :]
+        rows = (
+            tl.where(token >= 0, new, pending + unit * pending_unit + s * pending_row)[:, None] + col[None, :]
+        )
         there = (s < RATIO)[:, None] & inside
         kv = tl.load(rows, mask=there, other=0.0)
         score = tl.load(rows + WIDTH, mask=there, other=never)

@@ -8,7 +8,15 @@ from splitserve.ops.ref.v4.dense import Table, rope_table
 from splitserve.ops.triton.multiply import Codes, Strided, multiply
 from splitserve.ops.triton.norms import norm_and_turn
 
-__all__ = ["Table", "grouped_linear", "linear_f32", "rms_norm", "rms_norm_rotate", "rope_table", "rotate_tail"]
+__all__ = [
+    "Table",
+    "grouped_linear",
+    "linear_f32",
+    "rms_norm",
+    "rms_norm_rotate",
+    "rope_table",
+    "rotate_tail",
+]
 
 FEW_ROWS = 64  # up to here our split product beats cuBLAS on weights of bf16
 
@@ -66,7 +74,9 @@ def grouped_linear(
         return torch.bmm(x.transpose(0, 1), stacked).transpose(0, 1).flatten(1)
     rows, columns = weight.tile
     if weight.codes.shape[0] // groups % rows:
-        raise ValueError(f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {rows} x {columns}")
+        raise ValueError(
+            f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {rows} x {columns}"
+        )
     stack = Codes(
         weight.codes.view(groups, -1, size),
         weight.scales.view(groups, -1, weight.scales.shape[1]),

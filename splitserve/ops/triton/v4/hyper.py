@@ -106,7 +106,12 @@ def hc_collapse(
         a, b, c, d = _softmax(a) + eps, _softmax(b) + eps, _softmax(c) + eps, _softmax(d) + eps
         for i in range(ITERS):
             if i > 0:
-                a, b, c, d = a / (tl.sum(a, 0) + eps), b / (tl.sum(b, 0) + eps), c / (tl.sum(c, 0) + eps), d / (tl.sum(d, 0) + eps)
+                a, b, c, d = (
+                    a / (tl.sum(a, 0) + eps),
+                    b / (tl.sum(b, 0) + eps),
+                    c / (tl.sum(c, 0) + eps),
+                    d / (tl.sum(d, 0) + eps),
+                )
             r = 1.0 / (a + b + c + d + eps)
             a, b, c, d = a * r, b * r, c * r, d * r
         into = comb + token * N * N + n
@@ -138,7 +143,9 @@ def hc_expand(
     j = tl.arange(0, N)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = col < D
-    old = tl.load(streams + (token * N + j[:, None]) * D + col[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    old = tl.load(streams + (token * N + j[:, None]) * D + col[None, :], mask=inside[None, :], other=0.0).to(
+        tl.float32
+    )
     new = tl.load(y + token * D + col, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(N):
         weight = tl.load(comb + (token * N + j) * N + k)

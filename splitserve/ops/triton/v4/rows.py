@@ -181,7 +181,9 @@ def _put_latents(
     )  # fmt: skip
 
 
-def _put_keys(view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: torch.Tensor, *, dense: bool) -> None:
+def _put_keys(
+    view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: torch.Tensor, *, dense: bool
+) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
     launch(
         put_keys, (len(x),), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
@@ -190,7 +192,9 @@ def _put_keys(view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: torc
     )  # fmt: skip
 
 
-def _move(view: torch.Tensor, rows: torch.Tensor, unit: torch.Tensor, row: torch.Tensor, *, take: bool) -> None:
+def _move(
+    view: torch.Tensor, rows: torch.Tensor, unit: torch.Tensor, row: torch.Tensor, *, take: bool
+) -> None:
     width = view.shape[-1]
     if not take and rows.dtype != view.dtype:
         rows = rows.to(view.dtype)
