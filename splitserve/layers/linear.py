@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from splitserve.ops import ref
+from splitserve.ops.ref import Weight
 
 from .forward import Group
 
@@ -16,7 +17,7 @@ from .forward import Group
 class ColumnLinear:
     """This rank's outputs from whole inputs; nothing is exchanged. With a group of one: an ordinary linear map."""
 
-    weight: torch.Tensor  # [out / tp, in]
+    weight: Weight  # [out / tp, in]
     bias: torch.Tensor | None = None  # [out / tp]
     ops: ModuleType = ref
 
@@ -28,7 +29,7 @@ class ColumnLinear:
 class RowLinear:
     """Whole outputs from this rank's inputs: partial sums are added over the group, then the bias once."""
 
-    weight: torch.Tensor  # [out, in / tp]
+    weight: Weight  # [out, in / tp]
     bias: torch.Tensor | None  # [out], whole on every rank
     tp: Group
     ops: ModuleType = ref
@@ -42,7 +43,7 @@ class RowLinear:
 class Embedding:
     """A token table cut by tokens into equal shares; the last share is padded with zero rows."""
 
-    table: torch.Tensor  # [vocab_padded / tp, hidden]
+    table: Weight  # [vocab_padded / tp, hidden]
     tp: Group
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ class Embedding:
 class Head:
     """Scores of all tokens, each rank its share of the vocabulary. The table may be the embedding's."""
 
-    table: torch.Tensor  # [vocab_padded / tp, hidden]
+    table: Weight  # [vocab_padded / tp, hidden]
     vocab: int
     tp: Group
     ops: ModuleType = ref

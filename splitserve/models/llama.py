@@ -21,14 +21,17 @@ from splitserve.layers.attention import AttentionPlan, attend, plan_attention
 from splitserve.layers.forward import Forward, Group
 from splitserve.layers.linear import ColumnLinear, Embedding, Head, RowLinear
 from splitserve.ops.choose import kernels
+from splitserve.ops.ref.coded import Coded, Weight
 from splitserve.spec import local_pieces
-from splitserve.weights.load import DTYPES, load
+from splitserve.weights.load import DTYPES, SCALES, load
 from splitserve.weights.locate import Source
 from splitserve.weights.open import open_checkpoint
 from splitserve.weights.rules import DECODER, Sizes, expand
 
 from .config import ModelConfig
 from .rope import frequencies
+
+_COMPILING = 0.3  # of a start, where nothing was compiled before
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,7 +73,7 @@ class DenseFfn:
 
 @dataclass(frozen=True)
 class ExpertFfn:
-    router: torch.Tensor  # [num_experts, hidden], whole on every rank
+    router: Weight  # [num_experts, hidden], whole on every rank
     gate_up: torch.Tensor  # [num_experts, 2 * ffn / tp, hidden]
     down: torch.Tensor  # [num_experts, hidden, ffn / tp]
     count: int
@@ -117,7 +120,9 @@ class Llama:
         self._layers: list[Layer] = []
 
     def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None:
-        """Read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
+        """Compile kernels, read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
+        report = progress or (lambda _: None)
+        self._ops.prepare(lambda done: report(_COMPILING * done))
         checkpoint = open_checkpoint(source)
         p = load(
             checkpoint,
@@ -126,12 +131,15 @@ class Llama:
             device=self.device,
             interleaved=self.cfg.head_dim if self.cfg.interleaved else 0,
             optional=("lm_head.weight",) if self.cfg.tied_head else (),
-            progress=progress,
+            as_stored=self._ops.WIDENS,
+            progress=lambda done: report(_COMPILING + (1 - _COMPILING) * done),
         )
-        self._embed = Embedding(p["embed"], self.tp)
+        self._embed = Embedding(_matrix(p, "embed"), self.tp)
         self._layers = [self._layer(p, i) for i in range(self.cfg.num_layers)]
         self._norm = p["norm"]
-        self._head = Head(p["embed"] if self.cfg.tied_head else p["head"], self.cfg.vocab, self.tp, self._ops)
+        self._head = Head(
+            _matrix(p, "embed" if self.cfg.tied_head else "head"), self.cfg.vocab, self.tp, self._ops
+        )
 
     @torch.inference_mode()
     def forward(self, fwd: Forward) -> torch.Tensor:
@@ -139,7 +147,7 @@ class Llama:
         ops = self._ops
         table = ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
         plans = {w: plan_attention(fwd, ops, window=w) for w in {layer.window for layer in self._layers}}
-        x = self._embed(fwd.tokens)
+        x = self._embed(fwd.tokens).to(self.dtype)
         for layer in self._layers:
             x = layer(x, fwd, table, plans[layer.window])
             fwd.between_layers()
@@ -148,8 +156,8 @@ class Llama:
     def _layer(self, p: dict[str, torch.Tensor], i: int) -> Layer:
         cfg, ops, at = self.cfg, self._ops, f"layers.{i}."
         attn = Attention(
-            qkv=ColumnLinear(p[at + "qkv.weight"], p.get(at + "qkv.bias"), ops),
-            out=RowLinear(p[at + "out.weight"], p.get(at + "out.bias"), self.tp, ops),
+            qkv=ColumnLinear(_matrix(p, at + "qkv.weight"), p.get(at + "qkv.bias"), ops),
+            out=RowLinear(_matrix(p, at + "out.weight"), p.get(at + "out.bias"), self.tp, ops),
             q_norm=p.get(at + "q_norm"),
             k_norm=p.get(at + "k_norm"),
             head_dim=cfg.head_dim,
@@ -164,11 +172,11 @@ class Llama:
 
     def _ffn(self, p: dict[str, torch.Tensor], at: str) -> DenseFfn | ExpertFfn:
         if at + "router" not in p:
-            gate_up = ColumnLinear(p[at + "gate_up.weight"], p.get(at + "gate_up.bias"), self._ops)
-            down = RowLinear(p[at + "down.weight"], p.get(at + "down.bias"), self.tp, self._ops)
+            gate_up = ColumnLinear(_matrix(p, at + "gate_up.weight"), p.get(at + "gate_up.bias"), self._ops)
+            down = RowLinear(_matrix(p, at + "down.weight"), p.get(at + "down.bias"), self.tp, self._ops)
             return DenseFfn(gate_up, down, self._ops)
         return ExpertFfn(
-            p[at + "router"],
+            _matrix(p, at + "router"),
             p[at + "experts.gate_up"],
             p[at + "experts.down"],
             count=self.cfg.num_experts_per_token,
@@ -176,6 +184,11 @@ class Llama:
             tp=self.tp,
             ops=self._ops,
         )
+
+
+def _matrix(p: dict[str, torch.Tensor], name: str) -> Weight:
+    scales = p.get(name + SCALES)
+    return p[name] if scales is None else Coded(p[name], scales)
 
 
 def sizes(cfg: ModelConfig, rank: int, size: int) -> Sizes:

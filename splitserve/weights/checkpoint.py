@@ -43,6 +43,14 @@ class Checkpoint(Protocol):
         """Rows [start, stop) of dimension 0."""
         ...
 
+    def form(self, name: str) -> str:
+        """How the file keeps a tensor: f32, f16, bf16, "coded" where `read_coded` reads it, or "" for anything else."""
+        ...
+
+    def read_coded(self, name: str, start: int, stop: int) -> tuple[Array, Array]:
+        """Rows [start, stop) of a coded matrix: codes [n, k] uint8, scales [n, k / 32, 2] float32 (see coded.py)."""
+        ...
+
 
 def map_file(path: Path) -> Array:
     """The bytes of a file as a read-only uint8 array that the kernel pages in when touched."""

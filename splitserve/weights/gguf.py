@@ -11,6 +11,7 @@ import numpy as np
 from splitserve.errors import WeightsError
 from splitserve.gguf_header import read_header
 
+from . import coded
 from .checkpoint import Array, Rows, check_inside, map_file
 
 _PLAIN = {"F32": ("f32", np.float32), "F16": ("f16", np.float16), "BF16": ("bf16", np.uint16)}
@@ -49,14 +50,30 @@ class GgufFile:
         return self._tensors[name].type
 
     def read(self, name: str, start: int, stop: int) -> Rows:
+        raw = self._raw(name, start, stop)
+        return self._numbers(raw, name, (stop - start, *self._tensors[name].shape[1:]))
+
+    def form(self, name: str) -> str:
+        kind = self._type_name(name)
+        if kind in _PLAIN:
+            return _PLAIN[kind][0]
+        return "coded" if kind in coded.TYPES and len(self._tensors[name].shape) == 2 else ""
+
+    def read_coded(self, name: str, start: int, stop: int) -> tuple[Array, Array]:
+        raw = self._raw(name, start, stop)
+        with np.errstate(all="ignore"):  # as in _numbers
+            return coded.codes_and_scales(self._type_name(name), raw.reshape(stop - start, -1))
+
+    def _raw(self, name: str, start: int, stop: int) -> Array:
         tensor = self._tensors[name]
-        row_bytes = self._row_bytes(name)
-        rows_each = math.prod(
-            tensor.shape[1:-1]
-        )  # ggml's rows run along the last dimension, ours along the first
-        first = tensor.start + start * rows_each * row_bytes
-        raw = self._bytes[first : first + (stop - start) * rows_each * row_bytes]
-        return self._numbers(raw, name, (stop - start, *tensor.shape[1:]))
+        # ggml's rows run along the last dimension, ours along the first
+        row_bytes = self._row_bytes(name) * math.prod(tensor.shape[1:-1])
+        return self._bytes[tensor.start + start * row_bytes : tensor.start + stop * row_bytes]
+
+    def _type_name(self, name: str) -> str:
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self._tensors[name].type).name
 
     def _span(self, name: str) -> None:
         tensor = self._tensors[name]

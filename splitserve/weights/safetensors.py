@@ -76,6 +76,13 @@ class SafetensorsDir:
         raw = self._maps[entry.file][entry.start + start * row_bytes : entry.start + stop * row_bytes]
         return Rows(_typed(raw, dtype).reshape(stop - start, *entry.shape[1:]), encoding)
 
+    def form(self, name: str) -> str:
+        dtype = self._entries[name].dtype
+        return _DTYPES[dtype][0] if dtype in _DTYPES else ""
+
+    def read_coded(self, name: str, start: int, stop: int) -> tuple[Array, Array]:  # noqa: ARG002
+        raise WeightsError(f"{self.file(name)}: tensor {name!r} is not coded")
+
     def dtype(self, name: str) -> str:
         """The format's own name of a tensor's type: "BF16", "F8_E4M3", ..."""
         return self._entries[name].dtype

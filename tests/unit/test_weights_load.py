@@ -13,8 +13,9 @@ from splitserve.errors import ConfigError
 from splitserve.models.config import ModelConfig
 from splitserve.models.llama import sizes
 from splitserve.models.read import read_config
+from splitserve.ops.ref import Coded, widen
 from splitserve.weights.checkpoint import Rows
-from splitserve.weights.load import load
+from splitserve.weights.load import SCALES, load
 from splitserve.weights.locate import locate
 from splitserve.weights.open import open_checkpoint
 from splitserve.weights.rules import DECODER, Rule, Sizes, expand
@@ -145,3 +146,30 @@ def test_rules_apply_by_feature_and_layer() -> None:
     assert b.into == (slice(3, 4), slice(0, 5))
     assert got.placements["l.1.1.x"].into == (1, slice(0, 3), slice(0, 5))
     assert set(expand(rules, "gguf", axes).placements) == {"gn", "b.0.a", "b.0.b", "b.1.a", "b.1.b", "b.1.x"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_left_as_stored_is_the_same_numbers(kind: str, size: int, tmp_path: Path) -> None:
+    """Bit for bit what the gguf package makes of them; llama's rotated rows are put back either way."""
+    write_checkpoint(tmp_path, "llama")
+    source = locate(write_gguf(tmp_path, tmp_path / "x.gguf", kind=kind))
+    cfg, checkpoint = read_config(source), open_checkpoint(source)
+    dense, stored = (
+        load(
+            checkpoint,
+            expand(DECODER, checkpoint.format, sizes(cfg, size - 1, size)),
+            dtype=torch.float32,
+            interleaved=cfg.head_dim,
+            as_stored=as_stored,
+        )
+        for as_stored in (False, True)
+    )
+    kept = torch.uint8 if kind[0] == "Q" else {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    for name, numbers in dense.items():
+        scales = stored.get(name + SCALES)
+        weight = stored[name] if scales is None else Coded(stored[name], scales)
+        assert torch.equal(widen(weight, torch.float32), numbers), name
+        columns_cut_a_group = kind[0] == "Q" and numbers.dim() == 2 and numbers.shape[1] % 32
+        matrix = numbers.dim() == 2 and not columns_cut_a_group
+        assert stored[name].dtype is (kept if matrix else torch.float32), name

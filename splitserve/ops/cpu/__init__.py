@@ -3,7 +3,7 @@
 Importing this imports numba; nothing else does.
 """
 
-from splitserve.ops.ref import choose_experts, mix_experts
+from splitserve.ops.ref import Coded, Weight, choose_experts, mix_experts, widen
 
 from .attention import (
     DecodePlan,
@@ -15,11 +15,18 @@ from .attention import (
     write_rows,
 )
 from .dense import add_rms_norm, embed, linear, rms_norm, swiglu
+from .prepare import prepare
 from .rope import rope_table, rotate
 
+WIDENS = True
+"""Whether matrices are best left as a checkpoint has them (f16, bf16, coded) and widened by the kernels."""
+
 __all__ = [
+    "WIDENS",
+    "Coded",
     "DecodePlan",
     "PrefillPlan",
+    "Weight",
     "add_rms_norm",
     "attend_decode",
     "attend_prefill",
@@ -29,9 +36,11 @@ __all__ = [
     "mix_experts",
     "plan_decode",
     "plan_prefill",
+    "prepare",
     "rms_norm",
     "rope_table",
     "rotate",
     "swiglu",
+    "widen",
     "write_rows",
 ]

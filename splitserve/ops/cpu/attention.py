@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import loops
+from . import elementwise, paged
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def write_rows(
     row: torch.Tensor,  # [num_tokens] int64
 ) -> None:
     page_stride, head_stride, row_stride, _ = view.stride()
-    loops.write_rows(
+    elementwise.write_rows(
         view.data_ptr(),
         page_stride,
         head_stride,
@@ -76,7 +76,7 @@ def attend_decode(
     tokens, heads, size = q.shape
     kv_heads = view.shape[1]
     out = torch.empty(tokens, heads, size)
-    loops.attend(
+    paged.attend(
         q.data_ptr(),
         q.stride(0),
         q.stride(1),

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 import torch
 
+from splitserve.ops.ref.coded import GROUP, Coded, Weight, widen
 from splitserve.ops.ref.dense import embed
 
-from . import loops
-from .vector import LANES
+from . import elementwise, formats, products
+from .llvm import LANES
+
+_FORMS = {
+    torch.float32: formats.F32_ROWS,
+    torch.float16: formats.F16_ROWS,
+    torch.bfloat16: formats.BF16_ROWS,
+    torch.uint8: formats.CODED,
+}
 
 __all__ = ["add_rms_norm", "embed", "linear", "rms_norm", "swiglu"]
 
 
 def linear(
     x: torch.Tensor,  # [num_tokens, in]
-    weight: torch.Tensor,  # [out, in], without gaps in its rows
+    weight: Weight,  # [out, in], without gaps in its rows
     bias: torch.Tensor | None = None,  # [out]
 ) -> torch.Tensor:  # [num_tokens, out]
-    """A row of the result has the same bits whatever other rows x has. Rows of other than 8 n numbers go to torch."""
-    if weight.shape[1] % LANES:
-        return torch.nn.functional.linear(x, weight, bias)
+    """A row of the result has the same bits whatever other rows x has, and however exactly the same weights are kept.
+
+    Weights whose rows are not 8 n numbers (coded: 32 n) go to torch.
+    """
+    k = x.shape[-1]
+    if k % (GROUP if isinstance(weight, Coded) else LANES):
+        return torch.nn.functional.linear(x, widen(weight, x.dtype), bias)
+    if isinstance(weight, Coded):
+        numbers, scales, scale_bytes = weight.codes, weight.scales.data_ptr(), 4 * weight.scales.stride(0)
+    else:
+        numbers, scales, scale_bytes = weight, 0, 0
     if x.stride(-1) != 1:
         x = x.contiguous()
-    m, k = x.shape
-    n = weight.shape[0]
+    m, n = x.shape[0], weight.shape[0]
     out = torch.empty(m, n)
-    loops.product(x.data_ptr(), x.stride(0), m, weight.data_ptr(), weight.stride(0), n, k, out.data_ptr(), n)
+    products.product(
+        _FORMS[numbers.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        m,
+        numbers.data_ptr(),
+        numbers.stride(0) * numbers.element_size(),
+        n,
+        k,
+        out.data_ptr(),
+        n,
+        scales,
+        scale_bytes,
+    )
     if bias is not None:
-        loops.add_rows(out.data_ptr(), m, n, bias.data_ptr())
+        elementwise.add_rows(out.data_ptr(), m, n, bias.data_ptr())
     return out
 
 
@@ -39,7 +67,7 @@ def rms_norm(
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    loops.rms_norm(x.data_ptr(), size, x.numel() // size, size, weight.data_ptr(), eps, out.data_ptr())
+    elementwise.rms_norm(x.data_ptr(), size, x.numel() // size, size, weight.data_ptr(), eps, out.data_ptr())
     return out
 
 
@@ -51,10 +79,12 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # x + y, and its norm
     x, y = x.contiguous(), y.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
-    loops.add_rms_norm(
+    m, n = x.shape
+    elementwise.add_rms_norm(
         x.data_ptr(),
         y.data_ptr(),
-        *x.shape,
+        m,
+        n,
         weight.data_ptr(),
         eps,
         total.data_ptr(),
@@ -69,5 +99,5 @@ def swiglu(
     gate_up = gate_up.contiguous()
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    loops.swiglu(gate_up.data_ptr(), m, n, out.data_ptr())
+    elementwise.swiglu(gate_up.data_ptr(), m, n, out.data_ptr())
     return out

@@ -6,7 +6,7 @@ import torch
 
 from splitserve.ops.ref.rope import rope_table
 
-from . import loops
+from . import elementwise
 
 __all__ = ["rope_table", "rotate"]
 
@@ -18,7 +18,7 @@ def rotate(
     tokens, heads, size = x.shape
     cosines, sines = table
     out = torch.empty(tokens, heads, size)
-    loops.rotate(
+    elementwise.rotate(
         x.data_ptr(),
         x.stride(0),
         x.stride(1),

@@ -1,196 +1,175 @@
 """The two inner loops of every product, in LLVM's own vectors, since the order of a sum is part of their meaning.
 
-    dot_tile(R, M)    out[m, r] = x[m] . w[r]           R rows of weights against M rows of inputs
-        lane l = w[r, l] x[m, l] + w[r, l + 8] x[m, l + 8] + ...       one fused multiply-add after the other
-        result = ((l0 + l4) + (l2 + l6)) + ((l1 + l5) + (l3 + l7))
-    mix_tile(M, C)    out[m, c] += sum over i of p[m, i] v[i, c]       in the order of i, for 8 C columns
+    dot_tile    out[m, r] = x[m] . w[r]           R rows of weights against M rows of inputs
+        lane l of a stretch = w[r, l] x[m, l] + w[r, l + 8] x[m, l + 8] + ...      fused multiply-adds, 256 numbers
+        lane l              = stretch 0 + stretch 1 + ...                    so that errors do not grow with the length
+        result              = ((l0 + l4) + (l2 + l6)) + ((l1 + l5) + (l3 + l7))
+    mix_tile    out[m, c] += sum over i of p[m, i] v[i, c]        in the order of i, for 8 C columns
 
 All sums of a tile stay in registers. A compiler's own vectoriser picks another order for other sizes; here it depends
-on the row length alone, so that a token's numbers are the same bits in any batch and in any chunk. Addresses are in
-bytes, strides in elements; numbers are float32.
+on the row length alone, so that a token's numbers are the same bits in any batch, in any chunk, and from weights in any
+format. Addresses are in bytes; strides of float32 rows in elements, of weights in bytes.
 """
 
-# ruff: noqa: ARG001, PLR0917 - numba takes the parameters of what it compiles from names in a signature
+# ruff: noqa: ARG001, PLR0917 - numba takes the parameters of an intrinsic from names in a signature
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 8
-"""Row lengths are multiples of it."""
+from .formats import FORMATS, SCALES_BYTES, Format
+from .llvm import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    ZERO,
+    Builder,
+    element,
+    fma,
+    load,
+    loop,
+    prefetch,
+    splat,
+    store,
+    sum_lanes,
+)
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, LANES)
-_LINE = 64  # bytes
+STRETCH = 256
+"""Numbers that one chain of multiply-adds covers: the error of SmolLM2's logits falls by a third against whole rows."""
 
 
-def dot_tile(R: int, M: int, ahead: int = 0) -> Any:
-    """f(x, x_stride, w, w_stride, k, out, out_stride) for rows of length k.
+def dot_tile(R: int, M: int, *, ahead: int = 0) -> Any:
+    """f(form, x, x_stride, w, w_bytes, k, out, out_stride, scales, scale_bytes) for rows of k numbers, whole steps.
 
-    With `ahead`, the weights so many tiles further on are brought into the cache meanwhile: rows of a tile are read
-    side by side, and hardware does not see in that the one long stream that it is.
+    `form` is an index of formats.FORMATS. `w_bytes` from one row of weights to the next, `scale_bytes` from one row of
+    scales to the next where the form has any. With `ahead`, the weights so many tiles further on are brought into the
+    cache meanwhile: rows of a tile are read side by side, and hardware does not see in that the one long stream it is.
     """
 
-    def generate(_: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        x, x_stride, w, w_stride, k, out, out_stride = args
-        inputs = [_element(b, x, b.mul(x_stride, _I64(m))) for m in range(M)]
-        weights = [_element(b, w, b.mul(w_stride, _I64(r))) for r in range(R)]
-        further = _element(b, w, b.mul(w_stride, _I64(R * ahead)))
+    def lower(_: Any, b: Builder, _signature: Any, args: Any) -> Any:
+        form, *others = args
+        for index, form_of in enumerate(FORMATS):
+            with b.if_then(b.icmp_signed("==", form, I64(index))):
+                _dot(b, form_of, shape=(R, M, ahead), args=others)
+        return I32(0)
 
-        def turn(at: Any, sums: list[Any]) -> list[Any]:
-            if ahead:
-                _prefetch(b, _element(b, further, b.mul(at, _I64(R))), R * LANES * 4)
-            rows = [_load(b, _element(b, row, at)) for row in weights]
+    @intrinsic
+    def tile(_context, form, x, x_stride, w, w_bytes, k, out, out_stride, scales, scale_bytes):
+        return types.int32(*[types.intp] * 10), lower
+
+    return tile
+
+
+def _dot(b: Builder, form: Format, *, shape: tuple[int, int, int], args: list[Any]) -> None:
+    R, M, ahead = shape
+    x, x_stride, w, w_bytes, k, out, out_stride, scales, scale_bytes = args
+    inputs = [element(b, x, b.mul(x_stride, I64(m))) for m in range(M)]
+    rows = [b.add(w, b.mul(w_bytes, I64(r))) for r in range(R)]
+    scale_rows = [b.add(scales, b.mul(scale_bytes, I64(r))) for r in range(R)]
+    further = b.add(w, b.mul(w_bytes, I64(R * ahead)))
+
+    def turn(at: Any, sums: list[Any]) -> list[Any]:
+        passed = b.mul(at, I64(form.number_bytes))
+        if ahead:
+            prefetch(b, b.add(further, b.mul(passed, I64(R))), R * form.step * form.number_bytes)
+        group = b.mul(b.sdiv(at, I64(form.step)), I64(SCALES_BYTES))
+        weights = [
+            form.read(b, b.add(row, passed), b.add(its, group))
+            for row, its in zip(rows, scale_rows, strict=True)
+        ]
+        for i, column in enumerate(zip(*weights, strict=True)):
             for m in range(M):
-                factor = _load(b, _element(b, inputs[m], at))
+                factor = load(b, element(b, inputs[m], b.add(at, I64(i * LANES))))
                 for r in range(R):
-                    sums[m * R + r] = _fma(b, rows[r], factor, sums[m * R + r])
-            return sums
+                    sums[m * R + r] = fma(b, column[r], factor, sums[m * R + r])
+        return sums
 
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = _loop(b, k, step=LANES, start=[zero] * (R * M), turn=turn)
-        for m in range(M):
-            for r in range(R):
-                where = _element(b, out, b.add(b.mul(out_stride, _I64(m)), _I64(r)))
-                b.store(_sum_lanes(b, sums[m * R + r]), b.inttoptr(where, _F32.as_pointer()))
-        return _I32(0)
+    def stretch(at: Any, totals: list[Any]) -> list[Any]:
+        end = b.add(at, I64(STRETCH))
+        stop = b.select(b.icmp_signed("<", end, k), end, k)
+        sums = loop(b, over=(at, stop, form.step), start=[ZERO] * (R * M), turn=turn)
+        return [b.fadd(total, more) for total, more in zip(totals, sums, strict=True)]
 
-    return _intrinsic(generate)
+    sums = loop(b, over=(I64(0), k, STRETCH), start=[ZERO] * (R * M), turn=stretch)
+    for m in range(M):
+        for r in range(R):
+            where = element(b, out, b.add(b.mul(out_stride, I64(m)), I64(r)))
+            store(b, sum_lanes(b, sums[m * R + r]), where)
 
 
 def mix_tile(M: int, C: int) -> Any:
     """f(p, p_stride, v, v_stride, n, out, out_stride) for n > 0 rows of v."""
 
-    def generate(_: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+    def generate(b: Builder, args: Any) -> None:
         p, p_stride, v, v_stride, n, out, out_stride = args
-        weights = [_element(b, p, b.mul(p_stride, _I64(m))) for m in range(M)]
+        weights = [element(b, p, b.mul(p_stride, I64(m))) for m in range(M)]
         places = [
-            _element(b, out, b.add(b.mul(out_stride, _I64(m)), _I64(LANES * c)))
+            element(b, out, b.add(b.mul(out_stride, I64(m)), I64(LANES * c)))
             for m in range(M)
             for c in range(C)
         ]
 
         def turn(at: Any, sums: list[Any]) -> list[Any]:
-            row = _element(b, v, b.mul(v_stride, at))
-            values = [_load(b, _element(b, row, _I64(LANES * c))) for c in range(C)]
+            row = element(b, v, b.mul(v_stride, at))
+            values = [load(b, element(b, row, I64(LANES * c))) for c in range(C)]
             for m in range(M):
-                weight = _broadcast(b, _element(b, weights[m], at))
+                weight = splat(b, load(b, element(b, weights[m], at), F32))
                 for c in range(C):
-                    sums[m * C + c] = _fma(b, weight, values[c], sums[m * C + c])
+                    sums[m * C + c] = fma(b, weight, values[c], sums[m * C + c])
             return sums
 
-        sums = _loop(b, n, step=1, start=[_load(b, place) for place in places], turn=turn)
-        for place, total in zip(places, sums, strict=True):
-            b.store(total, b.inttoptr(place, _VECTOR.as_pointer()), align=4)
-        return _I32(0)
+        start = [load(b, place) for place in places]
+        for place, total in zip(places, loop(b, over=(I64(0), n, 1), start=start, turn=turn), strict=True):
+            store(b, total, place)
 
-    return _intrinsic(generate)
+    def lower(_: Any, b: Builder, _signature: Any, args: Any) -> Any:
+        generate(b, args)
+        return I32(0)
+
+    @intrinsic
+    def tile(_context, p, p_stride, v, v_stride, n, out, out_stride):
+        return types.int32(*[types.intp] * 7), lower
+
+    return tile
+
+
+def unpack_step(form: int) -> Any:
+    """f(numbers, scales, out): the numbers of one step of a format, as float32."""
+
+    def lower(_: Any, b: Builder, _signature: Any, args: Any) -> Any:
+        at, scales, out = args
+        for i, numbers in enumerate(FORMATS[form].read(b, at, scales)):
+            store(b, numbers, b.add(out, I64(4 * LANES * i)))
+        return I32(0)
+
+    @intrinsic
+    def unpack(_context, at, scales, out):
+        return types.int32(*[types.intp] * 3), lower
+
+    return unpack
 
 
 @intrinsic
 def float_from_bits(_context, bits):
     """The float32 with the bits of an int32."""
-
-    def generate(_: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], _F32)
-
-    return types.float32(types.int32), generate
+    return types.float32(types.int32), lambda _, b, _signature, args: b.bitcast(args[0], F32)
 
 
 @intrinsic
 def floats_at(_context, address):
     """A pointer to float32 from an address."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.intp), generate
+    return types.CPointer(types.float32)(types.intp), _as_pointer
 
 
 @intrinsic
 def integers_at(_context, address):
     """A pointer to int64 from an address."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(types.intp), generate
+    return types.CPointer(types.int64)(types.intp), _as_pointer
 
 
-# ------------------------------------------------------------------ LLVM, a line at a time
-
-
-def _intrinsic(generate: Callable[..., Any]) -> Any:
-    @intrinsic
-    def tile(_context, a, a_stride, b, b_stride, length, out, out_stride):
-        return types.int32(*[types.intp] * 7), generate
-
-    return tile
-
-
-def _loop(
-    b: ir.IRBuilder, stop: Any, *, step: int, start: list[Any], turn: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any]:
-    """Carry `start` through turn(i, carried) for i in range(0, stop, step), at least once; returns what comes out."""
-    before = b.block
-    body, after = b.append_basic_block("turn"), b.append_basic_block("after")
-    b.branch(body)
-    b.position_at_end(body)
-    at = b.phi(_I64)
-    carried = [b.phi(value.type) for value in start]
-    results = turn(at, list(carried))
-    following = b.add(at, _I64(step))
-    b.cbranch(b.icmp_signed("<", following, stop), body, after)
-    for phi, first, later in zip([at, *carried], [_I64(0), *start], [following, *results], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, body)
-    b.position_at_end(after)
-    return results
-
-
-def _element(b: ir.IRBuilder, address: Any, index: Any) -> Any:
-    """Address of a float32 so many elements further on."""
-    return b.add(address, b.mul(index, _I64(4)))
-
-
-def _load(b: ir.IRBuilder, address: Any) -> Any:
-    return b.load(b.inttoptr(address, _VECTOR.as_pointer()), align=4)
-
-
-def _broadcast(b: ir.IRBuilder, address: Any) -> Any:
-    one = b.insert_element(
-        ir.Constant(_VECTOR, ir.Undefined), b.load(b.inttoptr(address, _F32.as_pointer())), _I32(0)
-    )
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
-
-
-def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{LANES}f32"), [x, y, z])
-
-
-def _sum_lanes(b: ir.IRBuilder, vector: Any) -> Any:
-    width = LANES
-    while width > 1:
-        half = width // 2
-        low, high = (
-            b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, half), list(lanes)))
-            for lanes in (range(half), range(half, width))
-        )
-        vector, width = b.fadd(low, high), half
-    return b.extract_element(vector, _I32(0))
-
-
-def _prefetch(b: ir.IRBuilder, address: Any, num_bytes: int) -> None:
-    """Bring bytes into every cache level, for reading."""
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    for line in range(0, num_bytes, _LINE):
-        where = b.inttoptr(b.add(address, _I64(line)), ir.IntType(8).as_pointer())
-        b.call(prefetch, [where, _I32(0), _I32(3), _I32(1)])
+def _as_pointer(context: Any, b: Builder, signature: Any, args: Any) -> Any:
+    return b.inttoptr(args[0], context.get_value_type(signature.return_type))

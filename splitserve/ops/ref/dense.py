@@ -5,25 +5,28 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .coded import Coded, Weight, widen
+
 
 def embed(
     tokens: torch.Tensor,  # [num_tokens] int64
-    table: torch.Tensor,  # [rows, hidden]: rows [first, first + rows) of the vocabulary
+    table: Weight,  # [rows, hidden]: rows [first, first + rows) of the vocabulary
     first: int = 0,
 ) -> torch.Tensor:  # [num_tokens, hidden], zero for tokens of other shards
-    if first == 0 and table.shape[0] > 0 and tokens.numel() == 0:
-        return table.new_empty(0, table.shape[1])
     local = tokens - first
     ours = (local >= 0) & (local < table.shape[0])
-    return F.embedding(local.where(ours, 0), table) * ours[:, None]
+    row = local.where(ours, 0)
+    if isinstance(table, Coded):
+        return widen(Coded(table.codes[row], table.scales[row]), torch.float32) * ours[:, None]
+    return F.embedding(row, table) * ours[:, None]
 
 
 def linear(
     x: torch.Tensor,  # [num_tokens, in]
-    weight: torch.Tensor,  # [out, in]
+    weight: Weight,  # [out, in]
     bias: torch.Tensor | None = None,  # [out]
 ) -> torch.Tensor:  # [num_tokens, out]
-    return F.linear(x, weight, bias)
+    return F.linear(x, widen(weight, x.dtype), bias)
 
 
 def rms_norm(

@@ -1,0 +1,53 @@
+"""How the loops of this package are compiled: by numba, for this machine, machine code kept on disk.
+
+numba notices when the file of a function changes, but not when a file changes whose functions that one calls. So the
+code is kept in a directory named after the contents of the whole package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+
+ANY_ORDER = {"reassoc", "nsz", "contract"}
+"""fastmath of loops whose sums may be reordered. Such a loop is compiled once: the order is the row length's alone."""
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function of numbers and addresses that is compiled at its first call and then found on disk."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        config: Any = numba.config
+        before, directory = config.CACHE_DIR, _directory(config.CACHE_DIR)
+        config.CACHE_DIR = directory  # read while a function is decorated
+        try:
+            return numba.njit(nogil=True, cache=bool(directory), **options)(function)
+        finally:
+            config.CACHE_DIR = before
+
+    return decorate
+
+
+@cache
+def _directory(chosen: str) -> str:
+    """Where NUMBA_CACHE_DIR says, beside this file or in the user's cache; "" where none of them can be written."""
+    here = Path(__file__).parent
+    contents = hashlib.sha256()
+    for file in sorted(here.glob("*.py")):
+        contents.update(file.read_bytes())
+    name = f"splitserve-{contents.hexdigest()[:16]}"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for parent in (Path(chosen),) if chosen else (here / "__pycache__", user / "splitserve"):
+        try:
+            (parent / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(parent / name, os.W_OK):
+            return str(parent / name)
+    return ""
