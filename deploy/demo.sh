@@ -28,7 +28,7 @@ trap finish EXIT
 
 shared_before=$(ls /dev/shm)
 
-heading "1. One command: a prefill engine, a decode engine and a router, each a process on its own core"
+heading "1. One command: a prefill engine, a decode engine and a router; each engine on cores of its own"
 show splitserve up deploy/demo.toml --detach --set "router.port=$port"
 
 heading "2. The official OpenAI client, streaming through the router"
@@ -40,7 +40,7 @@ show splitserve verify --quick --plant all
 heading "4. What it does under load (256 tokens in, 32 out; PD pays off on devices that do not share a memory bus)"
 show splitserve bench "$url" --concurrency 1,8,16 --num 3,8,16 --output-len 32
 
-heading "5. A clean stop, even after kill -9 of an engine in the middle of everything"
+heading "5. A clean stop, even after kill -9 of an engine"
 victim=$(splitserve status demo --json | python -c 'import json, sys
 print(next(p["pid"] for p in json.load(sys.stdin)["deployments"][0]["processes"] if p["name"] == "decode-0"))')
 show kill -9 "$victim"

@@ -45,7 +45,9 @@ def functions() -> Iterator[tuple[Path, Function]]:
 
 
 def is_kernel(f: Function) -> bool:
-    return any(word in ast.unparse(d) for d in f.decorator_list for word in ("triton", "compiled", "intrinsic"))
+    return any(
+        word in ast.unparse(d) for d in f.decorator_list for word in ("triton", "compiled", "intrinsic")
+    )
 
 
 def where(path: Path, node: Function | ast.ClassDef) -> str:

@@ -241,7 +241,9 @@ def test_closed_loops() -> None:
 def test_open_loop_sends_at_its_times() -> None:
     async def go_() -> None:
         async with served(engine) as server:
-            found, _ = await measure(plan(server, rates=(20.0,), num=(10,), seed=1), Console(file=io.StringIO()))
+            found, _ = await measure(
+                plan(server, rates=(20.0,), num=(10,), seed=1), Console(file=io.StringIO())
+            )
             assert found[0].num == 10
             assert found[0].num_failed == 0
             assert 0.3 < found[0].duration_s < 3  # ten arrivals at 20 a second; a request takes 0.05

@@ -146,13 +146,21 @@ def attend_rate(
             c3, r3 = _stored(rows, here, 3 * C, True, C, PACKED, NOPE, ROPE)
         logits = tl.dot(q0, tl.trans(_latents(c0, r0, scales, 0, CHUNKS == 1, C, BK, PACKED, NOPE, NATIVE)))
         if CHUNKS == 4:
-            logits = tl.dot(q1, tl.trans(_latents(c1, r1, scales, C, False, C, BK, PACKED, NOPE, NATIVE)), logits)
-            logits = tl.dot(q2, tl.trans(_latents(c2, r2, scales, 2 * C, False, C, BK, PACKED, NOPE, NATIVE)), logits)
-            logits = tl.dot(q3, tl.trans(_latents(c3, r3, scales, 3 * C, True, C, BK, PACKED, NOPE, NATIVE)), logits)
+            logits = tl.dot(
+                q1, tl.trans(_latents(c1, r1, scales, C, False, C, BK, PACKED, NOPE, NATIVE)), logits
+            )
+            logits = tl.dot(
+                q2, tl.trans(_latents(c2, r2, scales, 2 * C, False, C, BK, PACKED, NOPE, NATIVE)), logits
+            )
+            logits = tl.dot(
+                q3, tl.trans(_latents(c3, r3, scales, 3 * C, True, C, BK, PACKED, NOPE, NATIVE)), logits
+            )
         logits = tl.where(here[None, :], logits * scale, NEVER)
         top = tl.max(logits, 1)
         weight = tl.where(here[None, :], tl.exp2(logits - top[:, None]), 0.0)
-        into = weights + (token * heads + head[:, None]) * (tiles * BK) + tile * BK + tl.arange(0, BK)[None, :]
+        into = (
+            weights + (token * heads + head[:, None]) * (tiles * BK) + tile * BK + tl.arange(0, BK)[None, :]
+        )
         tl.store(into, weight, mask=ours[:, None])
         at = (token * tiles + tile) * heads + head
         tl.store(tops + at, top, mask=ours)
@@ -207,7 +215,9 @@ def attend_mix(
         shrink = tl.exp2(tl.load(tops + mine + tile * heads, mask=ours, other=0.0) - best)
         total += tl.load(totals + mine + tile * heads, mask=ours, other=0.0) * shrink
         weight = (weight.to(tl.float32) * shrink[:, None]).to(NUM)
-        mixed = tl.dot(weight, _latents(codes, rope, scales, column, True, C, BK, PACKED, NOPE, NATIVE), mixed)
+        mixed = tl.dot(
+            weight, _latents(codes, rope, scales, column, True, C, BK, PACKED, NOPE, NATIVE), mixed
+        )
     mixed /= total[:, None]
     if TURN_BACK:
         even, odd = tl.split(tl.reshape(mixed, (BH, C // 2, 2)))
