@@ -50,7 +50,6 @@ def main() -> None:
         far = [
             Rows(pool, torch.randint(0, 8192 * 64, (tokens, far_rows), device="cuda")) for _ in range(sets)
         ]
-<<<<<<< HEAD
         for config in candidates(tokens):
             sparse.tuned = lambda *_, c=config: dict(c)
             t = time_calls(
@@ -61,25 +60,6 @@ def main() -> None:
                 replays=7,
             )
             found.append((t.us, config))
-=======
-        for bh, bk, warps, stages, hold in ((16, 32, 4, 1, False), (16, 32, 4, 2, False), (16, 32, 8, 2, False),
-                                            (64, 32, 8, 1, True), (64, 32, 8, 2, True), (64, 64, 8, 2, True)):  # fmt: skip  # noqa: E501
-            for fill in (1, 2, 4) if tokens < 100 else (1,):
-                if tokens > 100 and bh < 64:
-                    continue
-                config = {
-                    "BH": bh,
-                    "BK": bk,
-                    "HOLD": hold,
-                    "FILL": fill,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-                sparse.tuned = lambda *_, c=config: dict(c)
-                t = time_calls([lambda n=n, f=f: sparse.attend(q, n, f, sink, scale=512**-0.5, rope_dim=64)
-                                for n, f in zip(near, far, strict=True)], replays=7)  # fmt: skip
-                found.append((t.us, config))
->>>>>>> 82debafd89919123a832ca196931d917d09fe572
         size = tokens * (128 + far_rows) * 584
         bound = max(size / 4.2e6, tokens * (128 + far_rows) * 64 * 512 * 4 / 790e6, 0.7)
         for us, config in sorted(found, key=lambda r: r[0])[:4]:

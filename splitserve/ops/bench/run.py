@@ -140,7 +140,7 @@ def table(rows: Iterable[Measured]) -> str:
             at += r.share
         part = sum(r.bound_us * r.per_step for r in top) / max(sum(r.us * r.per_step for r in top), 1e-9)
         lines += [
-            f"\n{model}, {tokens} tokens: kernels of a step {step:.2f} ms, bound {bound:.2f} ms, ratio {bound / step:.2f};"
+            f"\n{model}, {tokens} tokens: kernels of a step {step:.2f} ms, bound {bound:.2f} ms, ratio {bound / step:.2f};"  # noqa: E501
             f" those of 90 % of the time {part:.2f}\n",
             "| kernel | shape | us | spread | bound us | by | ratio | calls a step | share | |",
             "|---|---|---|---|---|---|---|---|---|---|",

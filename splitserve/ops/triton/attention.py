@@ -228,11 +228,7 @@ def write_rows(
 def plan_decode(
     pages: torch.Tensor,  # [num_seqs, max_pages] int64, rows padded with anything
     kv_lens: Sequence[int],  # of each sequence, this step's token included
-<<<<<<< HEAD
     page_tokens: int,  # views say it themselves
-=======
-    page_tokens: int,
->>>>>>> 82debafd89919123a832ca196931d917d09fe572
     window: int = 0,
 ) -> DecodePlan:
     """Twin of ref.plan_decode."""
