@@ -155,12 +155,18 @@ def experts(tokens: int) -> Iterator[Case]:
         LAYERS,
         note,
     )
+    yield _sum_of_choices(tokens, drawn[0])
+
+
+def _sum_of_choices(tokens: int, drawn: torch.Tensor) -> Case:
+    """The last part of routed experts: each token's chosen results added up."""
+    pairs, local = tokens * COUNT, range(EXPERTS)
     parts = [numbers(1, pairs, HIDDEN) for _ in range(copies(2.0 * pairs * HIDDEN) if tokens <= FEW else 1)]
-    yield Case(
+    return Case(
         "sum of choices",
         f"{pairs} x {HIDDEN}",
         tokens,
-        [lambda p=p: add_up(p, drawn[0], local=local, dtype=torch.float32) for p in parts],
+        [lambda p=p: add_up(p, drawn, local=local, dtype=torch.float32) for p in parts],
         (2.0 * pairs + 4.0 * tokens) * HIDDEN,
         per_step=LAYERS,
     )
