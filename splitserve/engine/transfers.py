@@ -189,6 +189,10 @@ class Transfers:
 
     def _arrived(self, event: Arrived) -> None:
         rid = self._receiving.pop(event.room)
+        req = self._scheduler.requests.get(rid)
+        if req is None or req.phase is Phase.ENDED:  # the client left in the same turn: nobody wants the rows
+            self._scheduler.rows_free(rid)
+            return
         first = event.first
         logprobs = (first.logprobs,) if first.logprobs is not None else ()
         self._scheduler.arrived(
