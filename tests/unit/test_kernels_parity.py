@@ -25,6 +25,7 @@ from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import grouping, multiply, v4
+from splitserve.ops.triton.v4 import sparse
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 pytestmark = pytest.mark.slow  # minutes under the interpreter; not yet within the suite's budget
@@ -317,7 +318,14 @@ def test_paged_attention(dim: int, heads: int, kv_heads: int, window: int) -> No
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("dim", "rope", "heads"), [(512, 64, 3), (64, 16, 2)])
-def test_sparse_attention(dim: int, rope: int, heads: int, *, packed: bool) -> None:
+@pytest.mark.parametrize("few", [0, 16])
+def test_sparse_attention(
+    monkeypatch: pytest.MonkeyPatch, dim: int, rope: int, heads: int, few: int, *, packed: bool
+) -> None:
+    """`few` tokens take one pass, more take two."""
+    tuned = sparse.tuned
+    monkeypatch.setattr(sparse, "tuned", lambda k, *a: {"TOKENS": few} if k == "attend_few" else tuned(k, *a))
+
     def pool(units: int, rows: int) -> torch.Tensor:
         x = torch.randn(units * rows, dim)
         return (ref_rows.pack_latents(x, rope) if packed else x.bfloat16()).view(units, rows, -1)

@@ -34,12 +34,12 @@ from splitserve.ops.triton import (
     v4,
 )
 from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, multiply, quantise_rows, round_rows
-from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, sparse
+from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, sparse, sparse_few
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
-    compress, experts, hyper, indexer, rows, sparse,
+    compress, experts, hyper, indexer, rows, sparse, sparse_few,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -166,8 +166,9 @@ def _v4_cases() -> Iterator[Case]:
         meta(2, 6, dtype=I64), local=range(256), limit=10.0))  # fmt: skip
     yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
     yield Case("hyper", _each("hc_mix", _hyper))
-    yield Case("attend", _each("attend", lambda n: _attend(n, meta(64, 128, LATENT, dtype=U8))))
-    yield Case("attend_plain", _each("attend", lambda n: _attend(n, meta(64, 128, DIM))))
+    for tokens in (4, 64):  # the way of few tokens and that of many
+        yield Case(f"attend_{tokens}", lambda _, n=tokens: _attend(n, meta(64, 128, LATENT, dtype=U8)))
+        yield Case(f"attend_plain_{tokens}", lambda _, n=tokens: _attend(n, meta(64, 128, DIM)))
     yield Case("index", _each("rate_entries", _index))
     yield Case("choose_entries", lambda _: v4.choose_entries(meta(2, 8192, dtype=F32), 512))
     yield Case("norms", _norms)

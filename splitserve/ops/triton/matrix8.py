@@ -60,7 +60,11 @@ def weigh8(
         for b0 in tl.range(first, last, UNROLL, num_stages=STAGES):
             for u in tl.static_range(UNROLL):
                 b = b0 + u
-                packed = tl.load(weights + b * 32) if EVEN else tl.load(weights + b * 32, mask=inside[:, None], other=0)
+                packed = (
+                    tl.load(weights + b * 32)
+                    if EVEN
+                    else tl.load(weights + b * 32, mask=inside[:, None], other=0)
+                )
                 word = tl.load(words + b * N) if EVEN else tl.load(words + b * N, mask=inside, other=0)
                 at = rows + b * 128 + j[:, None]
                 x0 = tl.load(at, mask=here, other=0.0)
@@ -82,7 +86,11 @@ def weigh8(
         for b0 in tl.range(first, last, UNROLL, num_stages=STAGES):
             for u in tl.static_range(UNROLL):
                 b = b0 + u
-                w = tl.load(weights + b * 128) if EVEN else tl.load(weights + b * 128, mask=inside[:, None], other=0.0)
+                w = (
+                    tl.load(weights + b * 128)
+                    if EVEN
+                    else tl.load(weights + b * 128, mask=inside[:, None], other=0.0)
+                )
                 ws = tl.load(tiles + b) if EVEN else tl.load(tiles + b, mask=inside, other=0.0)
                 xb = tl.load(rows + b * 128 + k[:, None], mask=here, other=0.0)
                 xs = tl.load(row_scales + b * step, mask=one, other=0.0)

@@ -105,6 +105,9 @@ def index_scores(
 
 
 def _sequences(q_lens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[T] int64: the sequence of each token."""
+    if len(q_lens) == 1:
+        return torch.zeros(q_lens[0], dtype=torch.int64, device=device)
     lens = torch.tensor(q_lens, device=device)
     return torch.arange(len(q_lens), device=device).repeat_interleave(lens, output_size=sum(q_lens))
 

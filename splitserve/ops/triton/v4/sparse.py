@@ -5,9 +5,7 @@
     mix      program (token, columns, heads): weights brought to the maximum of all tiles, times the rows' columns
 
 Heads of 512 numbers are too wide for one program to hold weighted rows of all columns beside everything else, so rows
-are read twice, the second time from the cache and column by column. Packed rows become bf16 by bits: an e4m3 code moved
-to the top of a bf16 is its value times 2 ** -120, and one bf16 product takes that and the ue8m0 scale together, exactly
-(scales up to 2 ** 7, latents up to 57,344).
+are read twice, the second time from the cache and column by column. For few tokens see sparse_few.py.
 """
 
 from __future__ import annotations
@@ -19,82 +17,19 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.sparse import Rows
-from splitserve.ops.triton.codes import E4M3_BIAS, e4m3_bits, power_of_two
 
-LOG2E = 1.4426950408889634
-NEVER = tl.constexpr(-1.0e30)  # finite: a tile without a visible row gives weight 0, not NaN
-GROUP = tl.constexpr(64)  # numbers of a latent that share a scale
-WIDE = tl.constexpr(128)  # columns at once
-
-
-@triton.jit
-def _rows(
-    tile, token,
-    near, near_index, num_near, near_per_unit, near_unit, near_row,
-    far, far_index, num_far, far_per_unit, far_unit, far_row,
-    near_tiles, ALIGN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """[BK] pointers to the rows of a tile of the two lists, and which exist."""
-    is_near = tile < near_tiles
-    at = (tile - tl.where(is_near, 0, near_tiles)) * BK + tl.arange(0, BK)
-    count = tl.where(is_near, num_near, num_far)
-    entries = tl.where(is_near, near_index, far_index) + token * count
-    index = tl.load(entries + at, mask=at < count, other=-1).to(tl.int32)
-    spot = tl.maximum(index, 0)
-    per_unit = tl.where(is_near, near_per_unit, far_per_unit)
-    start = (spot // per_unit).to(tl.int64) * (tl.where(is_near, near_unit, far_unit).to(tl.int64) * ALIGN)
-    start += (spot % per_unit).to(tl.int64) * (tl.where(is_near, near_row, far_row) * ALIGN)
-    return tl.multiple_of(tl.where(is_near, near, far) + start, 8), index >= 0
-
-
-@triton.jit
-def _stored(
-    rows, here, first, TURNS: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """Columns [first, first + C) as they are stored: codes [BK, C / 64, 64], and rotary numbers where some may turn."""
-    group = first // GROUP + tl.arange(0, C // GROUP)[None, :, None]
-    col = group * GROUP + tl.arange(0, GROUP)[None, None, :]
-    here = here[:, None, None]
-    if PACKED:
-        if TURNS:
-            codes = tl.load(rows[:, None, None] + col, mask=here & (col < NOPE), other=0)
-            turned = tl.multiple_of((rows + NOPE).to(tl.pointer_type(tl.bfloat16)), 8)[:, None, None]
-            rope = tl.load(turned + (col - NOPE), mask=here & (col >= NOPE) & (col < NOPE + ROPE), other=0.0)
-        else:
-            codes = tl.load(rows[:, None, None] + col, mask=here, other=0)
-            rope = codes
-    else:
-        codes = tl.load(rows[:, None, None] + col, mask=here & (col < NOPE + ROPE), other=0.0)
-        rope = codes
-    return codes, rope
-
-
-@triton.jit
-def _latents(
-    codes, rope, scales, first, TURNS: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, NOPE: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """[BK, C] numbers of what `_stored` gave; `scales` [BK] int64 are eight ue8m0 each."""
-    NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
-    if PACKED:
-        group = first // GROUP + tl.arange(0, C // GROUP)
-        exponent = ((scales[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32) + E4M3_BIAS
-        numbers = e4m3_bits(codes, NATIVE) * power_of_two(exponent, NATIVE)[:, :, None]
-        if TURNS:
-            col = (group * GROUP)[None, :, None] + tl.arange(0, GROUP)[None, None, :]
-            numbers = tl.where(col < NOPE, numbers, rope.to(NUM))
-    else:
-        numbers = codes.to(NUM)
-    return tl.reshape(numbers, (BK, C))
-
-
-@triton.jit
-def _scales(rows, here, PACKED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr):
-    if PACKED:
-        return tl.load((rows + NOPE + 2 * ROPE).to(tl.pointer_type(tl.int64)), mask=here, other=0)
-    else:
-        return here.to(tl.int64)
+from .latents import (
+    LOG2E,
+    NEVER,
+    WIDE,
+    alignment_of,
+    list_arguments,
+    numbers_of,
+    row_pointers,
+    row_scales,
+    stored_columns,
+)
+from .sparse_few import attend_few
 
 
 @triton.jit(do_not_specialize=["tiles", "share"])
@@ -132,28 +67,28 @@ def attend_rate(
     near_tiles = tl.cdiv(num_near, BK)
     first = tl.program_id(1) * share
     for tile in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
-        rows, here = _rows(
+        rows, here = row_pointers(
             tile, token,
             near, near_index, num_near, near_per_unit, near_unit, near_row,
             far, far_index, num_far, far_per_unit, far_unit, far_row, near_tiles, ALIGN, BK,
         )  # fmt: skip
-        scales = _scales(rows, here, PACKED, NOPE, ROPE)
+        scales = row_scales(rows, here, PACKED, NOPE, ROPE)
         # all loads before the first use, so that they are under way together
-        c0, r0 = _stored(rows, here, 0, CHUNKS == 1, C, PACKED, NOPE, ROPE)
+        c0, r0 = stored_columns(rows, here, 0, CHUNKS == 1, C, PACKED, NOPE, ROPE)
         if CHUNKS == 4:
-            c1, r1 = _stored(rows, here, C, False, C, PACKED, NOPE, ROPE)
-            c2, r2 = _stored(rows, here, 2 * C, False, C, PACKED, NOPE, ROPE)
-            c3, r3 = _stored(rows, here, 3 * C, True, C, PACKED, NOPE, ROPE)
-        logits = tl.dot(q0, tl.trans(_latents(c0, r0, scales, 0, CHUNKS == 1, C, BK, PACKED, NOPE, NATIVE)))
+            c1, r1 = stored_columns(rows, here, C, False, C, PACKED, NOPE, ROPE)
+            c2, r2 = stored_columns(rows, here, 2 * C, False, C, PACKED, NOPE, ROPE)
+            c3, r3 = stored_columns(rows, here, 3 * C, True, C, PACKED, NOPE, ROPE)
+        logits = tl.dot(q0, tl.trans(numbers_of(c0, r0, scales, 0, CHUNKS == 1, C, BK, PACKED, NOPE, NATIVE)))
         if CHUNKS == 4:
             logits = tl.dot(
-                q1, tl.trans(_latents(c1, r1, scales, C, False, C, BK, PACKED, NOPE, NATIVE)), logits
+                q1, tl.trans(numbers_of(c1, r1, scales, C, False, C, BK, PACKED, NOPE, NATIVE)), logits
             )
             logits = tl.dot(
-                q2, tl.trans(_latents(c2, r2, scales, 2 * C, False, C, BK, PACKED, NOPE, NATIVE)), logits
+                q2, tl.trans(numbers_of(c2, r2, scales, 2 * C, False, C, BK, PACKED, NOPE, NATIVE)), logits
             )
             logits = tl.dot(
-                q3, tl.trans(_latents(c3, r3, scales, 3 * C, True, C, BK, PACKED, NOPE, NATIVE)), logits
+                q3, tl.trans(numbers_of(c3, r3, scales, 3 * C, True, C, BK, PACKED, NOPE, NATIVE)), logits
             )
         logits = tl.where(here[None, :], logits * scale, NEVER)
         top = tl.max(logits, 1)
@@ -165,6 +100,36 @@ def attend_rate(
         at = (token * tiles + tile) * heads + head
         tl.store(tops + at, top, mask=ours)
         tl.store(totals + at, tl.sum(weight, 1), mask=ours)
+
+
+@triton.jit
+def _mix_tiles(
+    weights, tops, totals, near, near_index, num_near, near_per_unit, near_unit, near_row,
+    far, far_index, num_far, far_per_unit, far_unit, far_row, heads, tiles,
+    token, column, head, mine, best, total, mixed, near_tiles,
+    TURNS: tl.constexpr, PACKED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, C: tl.constexpr,
+    ALIGN: tl.constexpr, NATIVE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Weighted columns of all tiles, and the sum of weights."""
+    NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
+    ours = head < heads
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        rows, here = row_pointers(
+            tile, token,
+            near, near_index, num_near, near_per_unit, near_unit, near_row,
+            far, far_index, num_far, far_per_unit, far_unit, far_row, near_tiles, ALIGN, BK,
+        )  # fmt: skip
+        scales = row_scales(rows, here, PACKED, NOPE, ROPE)
+        codes, rope = stored_columns(rows, here, column, TURNS, C, PACKED, NOPE, ROPE)
+        at = weights + (token * heads + head[:, None]) * (tiles * BK) + tile * BK + tl.arange(0, BK)[None, :]
+        weight = tl.load(at, mask=ours[:, None], other=0.0)
+        shrink = tl.exp2(tl.load(tops + mine + tile * heads, mask=ours, other=0.0) - best)
+        total += tl.load(totals + mine + tile * heads, mask=ours, other=0.0) * shrink
+        weight = (weight.to(tl.float32) * shrink[:, None]).to(NUM)
+        mixed = tl.dot(
+            weight, numbers_of(codes, rope, scales, column, TURNS, C, BK, PACKED, NOPE, NATIVE), mixed
+        )
+    return mixed, total
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -188,8 +153,7 @@ def attend_mix(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # grid: [T, chunks of C columns, ceil(heads / BH)]
-    NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
+    # grid: [T, chunks of C columns, ceil(heads / BH)]; products in _mix_tiles: tl.dot(...)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * C
     head = tl.program_id(2) * BH + tl.arange(0, BH)
@@ -202,22 +166,20 @@ def attend_mix(
     total = tl.exp2(share - best)
     mixed = tl.zeros((BH, C), tl.float32)
     near_tiles = tl.cdiv(num_near, BK)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        rows, here = _rows(
-            tile, token,
-            near, near_index, num_near, near_per_unit, near_unit, near_row,
-            far, far_index, num_far, far_per_unit, far_unit, far_row, near_tiles, ALIGN, BK,
+    if column + C <= NOPE:  # no rotary numbers here: less to load and to choose from
+        mixed, total = _mix_tiles(
+            weights, tops, totals, near, near_index, num_near, near_per_unit, near_unit, near_row,
+            far, far_index, num_far, far_per_unit, far_unit, far_row, heads, tiles,
+            token, column, head, mine, best, total, mixed, near_tiles,
+            False, PACKED, NOPE, ROPE, C, ALIGN, NATIVE, BK, STAGES,
         )  # fmt: skip
-        scales = _scales(rows, here, PACKED, NOPE, ROPE)
-        codes, rope = _stored(rows, here, column, True, C, PACKED, NOPE, ROPE)
-        at = weights + (token * heads + head[:, None]) * (tiles * BK) + tile * BK + tl.arange(0, BK)[None, :]
-        weight = tl.load(at, mask=ours[:, None], other=0.0)
-        shrink = tl.exp2(tl.load(tops + mine + tile * heads, mask=ours, other=0.0) - best)
-        total += tl.load(totals + mine + tile * heads, mask=ours, other=0.0) * shrink
-        weight = (weight.to(tl.float32) * shrink[:, None]).to(NUM)
-        mixed = tl.dot(
-            weight, _latents(codes, rope, scales, column, True, C, BK, PACKED, NOPE, NATIVE), mixed
-        )
+    else:
+        mixed, total = _mix_tiles(
+            weights, tops, totals, near, near_index, num_near, near_per_unit, near_unit, near_row,
+            far, far_index, num_far, far_per_unit, far_unit, far_row, heads, tiles,
+            token, column, head, mine, best, total, mixed, near_tiles,
+            True, PACKED, NOPE, ROPE, C, ALIGN, NATIVE, BK, STAGES,
+        )  # fmt: skip
     mixed /= total[:, None]
     if TURN_BACK:
         even, odd = tl.split(tl.reshape(mixed, (BH, C // 2, 2)))
@@ -249,6 +211,8 @@ def attend(
     if not (dim <= WIDE.value or 3 * WIDE.value < dim <= 4 * WIDE.value):
         raise ValueError(f"heads of {dim} numbers: up to 128, or 385 to 512, are served")
     q = q.contiguous()
+    if tokens <= tuned("attend_few", arch_of(q))["TOKENS"]:
+        return attend_few(q, near, far, sink, scale=scale, rope_dim=rope_dim, turn_back=turn_back)
     far = far or Rows(near.view, near.index[:, :0])
     columns = min(WIDE.value, triton.next_power_of_2(dim))
     config = tuned("attend", arch_of(q), tokens)
@@ -257,8 +221,8 @@ def attend(
     share = triton.cdiv(tiles, max(1, min(tiles, int(fill * num_processors(q)) // max(tokens, 1))))
     weights = torch.empty(tokens, heads, tiles * block, dtype=q.dtype, device=q.device)
     tops, totals = (torch.empty(tokens, tiles, heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    align = min(_alignment(near.view), _alignment(far.view))
-    lists = (*_where(near, align), *_where(far, align))
+    align = min(alignment_of(near.view), alignment_of(far.view))
+    lists = (*list_arguments(near, align), *list_arguments(far, align))
     constants = {
         "PACKED": near.view.dtype == torch.uint8, "NOPE": dim - rope_dim, "ROPE": rope_dim, "C": columns,
         "ALIGN": align, "NATIVE": not interpreted(), "BK": block,
@@ -279,15 +243,3 @@ def attend(
         num_warps=config["MIX_WARPS"],
     )  # fmt: skip
     return out
-
-
-def _where(rows: Rows, align: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-    view, index = rows.view, rows.index.contiguous()
-    return view, index, index.shape[1], view.shape[1], view.stride(0) // align, view.stride(1) // align
-
-
-def _alignment(view: torch.Tensor) -> int:
-    """Elements, 8 or 16, that rows start at multiples of: packed rows of 584 bytes allow loads of 8 bytes."""
-    start = 0 if view.is_meta else view.data_ptr() // view.element_size()
-    places = start, *view.stride()[:2]
-    return 16 if all(p % 16 == 0 for p in places) else 8

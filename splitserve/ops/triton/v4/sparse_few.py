@@ -1,0 +1,208 @@
+"""Attention of DeepSeek-V4 for few tokens: one pass, cut into many splits so that all processors have work.
+
+    split    program (token, split, heads): running maximum, sum and weighted latents of its tiles
+    join     program (token, head): the splits and the sink together, divided
+
+A program holds few heads, and its queries are read again for each tile: they would not fit beside the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
+from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.ref.v4.sparse import Rows
+
+from .latents import (
+    LOG2E,
+    NEVER,
+    alignment_of,
+    list_arguments,
+    numbers_of,
+    row_pointers,
+    row_scales,
+    stored_columns,
+)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def attend_split(
+    q,  # [T, heads, NOPE + ROPE]
+    near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
+    far, far_index, num_far, far_per_unit, far_unit, far_row,
+    part,  # [T, splits, heads, NOPE + ROPE] float32
+    part_top, part_total,  # [T, splits, heads] float32
+    heads, splits,
+    scale,  # times log2(e)
+    PACKED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    LONG: tl.constexpr,  # columns are 3 * 128 + 64 + ROPE; else 64 + ROPE
+    ALIGN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    # grid: [T, splits, ceil(heads / BH)]
+    NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
+    TAIL: tl.constexpr = 384 if LONG else 0
+    token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(2) * BH + tl.arange(0, BH)
+    ours = (head < heads)[:, None]
+    queries = q + (token * heads + head[:, None]) * (NOPE + ROPE)
+    wide, short, turn = tl.arange(0, 128)[None, :], tl.arange(0, 64)[None, :], tl.arange(0, ROPE)[None, :]
+    exists = ours & (TAIL + short < NOPE)
+    top = tl.full((BH,), NEVER, tl.float32)
+    total = tl.zeros((BH,), tl.float32)
+    mt, mr = tl.zeros((BH, 64), tl.float32), tl.zeros((BH, ROPE), tl.float32)
+    if LONG:
+        m0 = tl.zeros((BH, 128), tl.float32)
+        m1 = tl.zeros((BH, 128), tl.float32)
+        m2 = tl.zeros((BH, 128), tl.float32)
+    near_tiles = tl.cdiv(num_near, BK)
+    tiles = near_tiles + tl.cdiv(num_far, BK)
+    share = tl.cdiv(tiles, splits)
+    for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
+        rows, here = row_pointers(
+            tile, token,
+            near, near_index, num_near, near_per_unit, near_unit, near_row,
+            far, far_index, num_far, far_per_unit, far_unit, far_row, near_tiles, ALIGN, BK,
+        )  # fmt: skip
+        scales = row_scales(rows, here, PACKED, NOPE, ROPE)
+        # all loads before their first use, so that they are under way together
+        if LONG:
+            c0, _ = stored_columns(rows, here, 0, False, 128, PACKED, NOPE, ROPE)
+            c1, _ = stored_columns(rows, here, 128, False, 128, PACKED, NOPE, ROPE)
+            c2, _ = stored_columns(rows, here, 256, False, 128, PACKED, NOPE, ROPE)
+        group = tl.arange(0, 64)[None, None, :]
+        ct = tl.load(
+            rows[:, None, None] + TAIL + group, mask=here[:, None, None] & (TAIL + group < NOPE), other=0
+        )
+        turned = (rows + NOPE).to(tl.pointer_type(tl.bfloat16)) if PACKED else rows + NOPE
+        kr = tl.load(tl.multiple_of(turned, 8)[:, None] + turn, mask=here[:, None], other=0.0).to(NUM)
+        qt = tl.load(queries + TAIL + short, mask=exists, other=0.0, volatile=True).to(NUM)
+        qr = tl.load(queries + NOPE + turn, mask=ours, other=0.0, volatile=True).to(NUM)
+        kt = numbers_of(ct, ct, scales, TAIL, False, 64, BK, PACKED, NOPE, NATIVE)
+        logits = tl.dot(qt, tl.trans(kt), tl.dot(qr, tl.trans(kr)))
+        if LONG:
+            q0 = tl.load(queries + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            k0 = numbers_of(c0, c0, scales, 0, False, 128, BK, PACKED, NOPE, NATIVE)
+            logits = tl.dot(q0, tl.trans(k0), logits)
+            q1 = tl.load(queries + 128 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            k1 = numbers_of(c1, c1, scales, 128, False, 128, BK, PACKED, NOPE, NATIVE)
+            logits = tl.dot(q1, tl.trans(k1), logits)
+            q2 = tl.load(queries + 256 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            k2 = numbers_of(c2, c2, scales, 256, False, 128, BK, PACKED, NOPE, NATIVE)
+            logits = tl.dot(q2, tl.trans(k2), logits)
+        logits = tl.where(here[None, :], logits * scale, NEVER)
+        best = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.where(here[None, :], tl.exp2(logits - best[:, None]), 0.0)
+        shrink = tl.exp2(top - best)
+        total = total * shrink + tl.sum(weights, 1)
+        shrink, weights, top = shrink[:, None], weights.to(NUM), best
+        mt = tl.dot(weights, kt, mt * shrink)
+        mr = tl.dot(weights, kr, mr * shrink)
+        if LONG:
+            m0 = tl.dot(weights, k0, m0 * shrink)
+            m1 = tl.dot(weights, k1, m1 * shrink)
+            m2 = tl.dot(weights, k2, m2 * shrink)
+    out = (token * splits + split) * heads + head
+    tl.store(part_top + out, top, mask=head < heads)
+    tl.store(part_total + out, total, mask=head < heads)
+    into = part + out[:, None] * (NOPE + ROPE)
+    tl.store(into + TAIL + short, mt, mask=exists)
+    tl.store(into + NOPE + turn, mr, mask=ours)
+    if LONG:
+        tl.store(into + wide, m0, mask=ours)
+        tl.store(into + 128 + wide, m1, mask=ours)
+        tl.store(into + 256 + wide, m2, mask=ours)
+
+
+@triton.jit
+def attend_join(
+    part,  # [T, splits, heads, NOPE + ROPE] float32
+    part_top, part_total,  # [T, splits, heads] float32
+    sink,  # [heads] float32
+    cos, sin,  # [T, ROPE / 2] float32, where TURN_BACK
+    out,  # [T, heads, NOPE + ROPE]
+    heads, splits,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,  # `splits` as a power of two
+    TURN_BACK: tl.constexpr,
+):  # fmt: skip
+    # grid: [T, heads]
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    at = (token * splits + split) * heads + head
+    tops = tl.load(part_top + at, mask=there, other=NEVER)
+    totals = tl.load(part_total + at, mask=there, other=0.0)
+    col, pair = tl.arange(0, D)[None, :], tl.arange(0, ROPE // 2)[None, :]
+    places = part + at[:, None] * (NOPE + ROPE)
+    size: tl.constexpr = NOPE if TURN_BACK else NOPE + ROPE
+    parts = tl.load(places + col, mask=there[:, None] & (col < size), other=0.0)
+    share = tl.load(sink + head) * 1.4426950408889634
+    best = tl.maximum(tl.max(tops, 0), share)
+    weight = tl.exp2(tops - best)
+    total = tl.sum(totals * weight, 0) + tl.exp2(share - best)
+    weight = (weight / total)[:, None]
+    into = out + (token * heads + head) * (NOPE + ROPE)
+    tl.store(into + tl.arange(0, D), tl.sum(parts * weight, 0), mask=tl.arange(0, D) < size)
+    if TURN_BACK:
+        even = tl.sum(tl.load(places + NOPE + 2 * pair, mask=there[:, None], other=0.0) * weight, 0)
+        odd = tl.sum(tl.load(places + NOPE + 2 * pair + 1, mask=there[:, None], other=0.0) * weight, 0)
+        flat = tl.arange(0, ROPE // 2)
+        c, s = tl.load(cos + token * (ROPE // 2) + flat), tl.load(sin + token * (ROPE // 2) + flat)
+        tl.store(into + NOPE + 2 * flat, even * c + odd * s)
+        tl.store(into + NOPE + 2 * flat + 1, odd * c - even * s)
+
+
+def attend_few(
+    q: torch.Tensor,  # [T, heads, head_dim]
+    near: Rows,
+    far: Rows | None,
+    sink: torch.Tensor,  # [heads] float32
+    *,
+    scale: float,
+    rope_dim: int,
+    turn_back: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:  # [T, heads, head_dim]
+    """As sparse.attend. Raises ValueError for heads whose numbers without rotation are neither up to 64 nor 385 to 448."""
+    tokens, heads, dim = q.shape
+    nope = dim - rope_dim
+    if not (nope <= 64 or 384 < nope <= 448):
+        raise ValueError(
+            f"heads of {nope} + {rope_dim} numbers: up to 64, or 385 to 448, may be without rotation"
+        )
+    far = far or Rows(near.view, near.index[:, :0])
+    config = tuned("attend_split", arch_of(q), tokens)
+    config["STAGES"] = config.pop("num_stages")
+    programs = tokens * triton.cdiv(heads, config["BH"])
+    tiles = triton.cdiv(near.index.shape[1], config["BK"]) + triton.cdiv(far.index.shape[1], config["BK"])
+    splits = max(1, min(tiles, int(num_processors(q) * config.pop("FILL")) // max(programs, 1)))
+    splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
+    part = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
+    top, total = (torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    align = min(alignment_of(near.view), alignment_of(far.view))
+    launch(
+        attend_split, (tokens, splits, triton.cdiv(heads, config["BH"])),
+        q, *list_arguments(near, align), *list_arguments(far, align),
+        part, top, total, heads, splits, scale * LOG2E,
+        PACKED=near.view.dtype == torch.uint8, NOPE=nope, ROPE=rope_dim, LONG=nope > 64, ALIGN=align,
+        NATIVE=not interpreted(), **config,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    cos, sin = turn_back or (sink, sink)
+    launch(
+        attend_join, (tokens, heads),
+        part, top, total, sink, cos, sin, out, heads, splits,
+        NOPE=nope, ROPE=rope_dim, D=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits),
+        TURN_BACK=turn_back is not None, num_warps=4,
+    )  # fmt: skip
+    return out
