@@ -28,8 +28,6 @@ from splitserve.ops.triton import grouping, multiply, v4
 from splitserve.ops.triton.v4 import sparse
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
-pytestmark = pytest.mark.slow  # minutes under the interpreter; not yet within the suite's budget
-
 BF16 = 0.009  # two results rounded to bf16, by cutting off
 EXACT = 2e-6
 STARTED: set[str] = set()

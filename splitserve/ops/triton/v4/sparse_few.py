@@ -122,7 +122,7 @@ def attend_split(
         tl.store(into + 256 + wide, m2, mask=ours)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def attend_join(
     part,  # [T, splits, heads, NOPE + ROPE] float32
     part_top, part_total,  # [T, splits, heads] float32
@@ -133,34 +133,42 @@ def attend_join(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,  # `splits` as a power of two
+    BS: tl.constexpr,  # splits at once
     TURN_BACK: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, heads]
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    there = split < splits
-    at = (token * splits + split) * heads + head
-    tops = tl.load(part_top + at, mask=there, other=NEVER)
-    totals = tl.load(part_total + at, mask=there, other=0.0)
-    col, pair = tl.arange(0, D)[None, :], tl.arange(0, ROPE // 2)[None, :]
-    places = part + at[:, None] * (NOPE + ROPE)
+    best = tl.load(sink + head) * 1.4426950408889634
+    total = tl.full((), 1.0, tl.float32)  # the sink, relative to itself
+    col, pair = tl.arange(0, D), tl.arange(0, ROPE // 2)
     size: tl.constexpr = NOPE if TURN_BACK else NOPE + ROPE
-    parts = tl.load(places + col, mask=there[:, None] & (col < size), other=0.0)
-    share = tl.load(sink + head) * 1.4426950408889634
-    best = tl.maximum(tl.max(tops, 0), share)
-    weight = tl.exp2(tops - best)
-    total = tl.sum(totals * weight, 0) + tl.exp2(share - best)
-    weight = (weight / total)[:, None]
+    mixed = tl.zeros((D,), tl.float32)
+    even, odd = tl.zeros((ROPE // 2,), tl.float32), tl.zeros((ROPE // 2,), tl.float32)
+    for start in range(0, splits, BS):
+        split = start + tl.arange(0, BS)
+        there = split < splits
+        at = (token * splits + split) * heads + head
+        tops = tl.load(part_top + at, mask=there, other=NEVER)
+        totals = tl.load(part_total + at, mask=there, other=0.0)
+        places = part + at[:, None] * (NOPE + ROPE)
+        parts = tl.load(places + col[None, :], mask=there[:, None] & (col < size)[None, :], other=0.0)
+        if TURN_BACK:
+            evens = tl.load(places + NOPE + 2 * pair[None, :], mask=there[:, None], other=0.0)
+            odds = tl.load(places + NOPE + 2 * pair[None, :] + 1, mask=there[:, None], other=0.0)
+        top = tl.maximum(best, tl.max(tops, 0))
+        shrink, weight = tl.exp2(best - top), tl.exp2(tops - top)
+        total = total * shrink + tl.sum(totals * weight, 0)
+        mixed = mixed * shrink + tl.sum(parts * weight[:, None], 0)
+        if TURN_BACK:
+            even = even * shrink + tl.sum(evens * weight[:, None], 0)
+            odd = odd * shrink + tl.sum(odds * weight[:, None], 0)
+        best = top
     into = out + (token * heads + head) * (NOPE + ROPE)
-    tl.store(into + tl.arange(0, D), tl.sum(parts * weight, 0), mask=tl.arange(0, D) < size)
+    tl.store(into + col, mixed / total, mask=col < size)
     if TURN_BACK:
-        even = tl.sum(tl.load(places + NOPE + 2 * pair, mask=there[:, None], other=0.0) * weight, 0)
-        odd = tl.sum(tl.load(places + NOPE + 2 * pair + 1, mask=there[:, None], other=0.0) * weight, 0)
-        flat = tl.arange(0, ROPE // 2)
-        c, s = tl.load(cos + token * (ROPE // 2) + flat), tl.load(sin + token * (ROPE // 2) + flat)
-        tl.store(into + NOPE + 2 * flat, even * c + odd * s)
-        tl.store(into + NOPE + 2 * flat + 1, odd * c - even * s)
+        c, s = tl.load(cos + token * (ROPE // 2) + pair), tl.load(sin + token * (ROPE // 2) + pair)
+        tl.store(into + NOPE + 2 * pair, (even * c + odd * s) / total)
+        tl.store(into + NOPE + 2 * pair + 1, (odd * c - even * s) / total)
 
 
 def attend_few(
@@ -202,7 +210,7 @@ def attend_few(
     launch(
         attend_join, (tokens, heads),
         part, top, total, sink, cos, sin, out, heads, splits,
-        NOPE=nope, ROPE=rope_dim, D=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits),
+        NOPE=nope, ROPE=rope_dim, D=triton.next_power_of_2(dim), BS=16,
         TURN_BACK=turn_back is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -1,0 +1,107 @@
+"""The gate: every kernel compiles for every architecture, within its shared memory, without spills, on tensor cores.
+
+No GPU is needed. What was compiled once is remembered under .cache by a digest of the kernels' sources, so that a second
+run of the suite takes a second. The whole matrix of forms is a slow test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitserve.errors import ConfigError
+from splitserve.ops.kernels.build import ARCHS, Built, missing
+from splitserve.ops.kernels.machine_code import SHARED_LIMIT, Code
+from splitserve.ops.kernels.main import parse_archs, read_built, report, sources_digest
+from splitserve.ops.kernels.tuned import sizes, tuned
+
+CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
+
+
+def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the interpreter, which other tests use here, must be off when kernels are defined."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.ops.kernels",
+        "--cache",
+        str(CACHE / "triton"),
+        "--jobs",
+        "2",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def built() -> list[Built]:
+    path = CACHE / f"{sources_digest()}.json"
+    if not path.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        done = compiled("--quick", str(path))
+        assert path.is_file(), done.stdout + done.stderr
+    return read_built(path)
+
+
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_for_every_architecture(built: list[Built]) -> None:
+    print(report(built))
+    assert missing(built, ARCHS) == []
+    assert [f"sm_{b.arch} {b.case} {b.kernel}: {b.problem} ({b.constants})" for b in built if b.problem] == []
+
+
+def test_matrix_kernels_use_tensor_cores(built: list[Built]) -> None:
+    """The instructions of each generation, and eight-bit ones where products of eight bits are meant."""
+    kinds = {arch: {t for b in built if b.arch == arch for t in b.code.tensor} for arch in ARCHS}
+    assert all(kinds[arch] for arch in ARCHS)
+    assert "HGMMA" in kinds[90]
+    assert "QGMMA" in kinds[90]
+    assert any("MMA" in t and t.startswith("UTC") for t in kinds[100])
+
+
+def test_what_the_gate_refuses() -> None:
+    good = Built("case", "kernel", 120, "", 99 * 1024, Code(128, 0, ("HMMA",)), True)
+    assert good.problem == ""
+    assert "shared memory" in Built("case", "kernel", 120, "", 99 * 1024 + 1, good.code, True).problem
+    assert "spills 8 bytes" in Built("case", "kernel", 90, "", 0, Code(255, 8, ("HMMA",)), True).problem
+    assert "tensor cores" in Built("case", "kernel", 90, "", 0, Code(255, 0, ()), True).problem
+    assert Built("case", "kernel", 90, "", 0, Code(255, 0, ()), False).problem == ""
+    assert (
+        Built("case", "?", 90, "", 0, Code(0, 0, ()), False, "CompilationError: x").problem
+        == "CompilationError: x"
+    )
+    assert missing([good], [120]) != []
+
+
+def test_architectures_are_known() -> None:
+    assert parse_archs("80,120") == (80, 120)
+    assert set(ARCHS) <= set(SHARED_LIMIT)
+    for text in ("", "90,", "hopper", "70"):
+        with pytest.raises(ConfigError, match="not a list of architectures"):
+            parse_archs(text)
+
+
+def test_unknown_architectures_have_tiles() -> None:
+    """Every kernel's default table ends in an entry for any size; sm_103 has no file of its own."""
+    from splitserve.ops.kernels.tuned import _table
+
+    for kernel in _table("default"):
+        assert tuned(kernel, 103, 1 << 30)
+        assert len(sizes(kernel, 103)) == len(_table("default")[kernel])
+        for arch in ARCHS:
+            assert tuned(kernel, arch, 1 << 30)
+            assert set(tuned(kernel, arch, 1)) == set(tuned(kernel, 103, 1))
+    with pytest.raises(ConfigError, match="no tuned configuration"):
+        tuned("nothing", 90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_form_of_every_kernel() -> None:
+    done = compiled()
+    assert done.returncode == 0, done.stdout
