@@ -15,6 +15,7 @@ import torch
 
 from splitserve.errors import WeightsError
 
+from .arena import allocate
 from .checkpoint import Checkpoint, Rows
 from .coded import GROUP
 from .rules import IGNORED, Expanded, Placement
@@ -47,14 +48,13 @@ def load(
     """
     _check(checkpoint, expanded.placements, set(optional))
     forms = _common_forms(checkpoint, expanded) if as_stored else {}
-    parameters = {}
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape in expanded.shapes.items():
         form = forms.get(name, "")
-        kind = torch.uint8 if form == CODED else DTYPES.get(form, dtype)
-        parameters[name] = torch.zeros(shape, dtype=kind, device=device)
+        wanted[name] = shape, torch.uint8 if form == CODED else DTYPES.get(form, dtype)
         if form == CODED:
-            scales = (shape[0], shape[1] // GROUP, 2)
-            parameters[name + SCALES] = torch.zeros(scales, dtype=torch.float32, device=device)
+            wanted[name + SCALES] = (shape[0], shape[1] // GROUP, 2), torch.float32
+    parameters = allocate(wanted, device)
     total = sum(math.prod(p.shape) for p in expanded.placements.values())
     done = 0
     for name, placement in expanded.placements.items():

@@ -27,7 +27,8 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         before, directory = config.CACHE_DIR, _directory(config.CACHE_DIR)
         config.CACHE_DIR = directory  # read while a function is decorated
         try:
-            return numba.njit(nogil=True, cache=bool(directory), **options)(function)
+            # numpy's errors: a check of each division for zero would keep loops from becoming vector code.
+            return numba.njit(nogil=True, cache=bool(directory), error_model="numpy", **options)(function)
         finally:
             config.CACHE_DIR = before
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 import numpy as np
 
 from .compiled import ANY_ORDER, compiled
-from .vector import float_from_bits, floats_at, integers_at
+from .vector import floats_at, integers_at, times_power
 
 
 @compiled(inline="always")
 def exp(x):
-    """e^x in float32 to about one unit in the last place, for |x| < 87; beyond, the value there.
+    """e^x in float32 to about one unit in the last place, for |x| < 86; beyond, the value there.
 
-    x = n ln 2 + r, then a polynomial on |r| <= ln 2 / 2 (the minimax one of Cephes' expf) times 2^n.
+    x = n ln 2 + r, then a polynomial on |r| <= ln 2 / 2 (the minimax one of Cephes' expf) times 2^n. Loops of it
+    become vector code.
     """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    x = x if x > np.float32(-86) else np.float32(-86)
+    x = x if x < np.float32(86) else np.float32(86)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375)
     r = r + n * np.float32(2.12194440e-4)
@@ -26,8 +28,7 @@ def exp(x):
     p = p * r + np.float32(4.1665795894e-2)
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
-    y = p * r * r + r + np.float32(1)
-    return y * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    return times_power(p * r * r + r + np.float32(1), n)
 
 
 @compiled()

@@ -12,12 +12,12 @@ import numpy as np
 
 from .compiled import ANY_ORDER, compiled
 from .elementwise import exp
-from .products import plain_product
+from .products import plain_product, streaming_product
 from .vector import floats_at, integers_at, mix_tile
 
-QUERIES = 16  # tokens of a chunk whose scores are computed together
+QUERIES = 24  # tokens of a chunk whose scores are computed together
 
-_mix_3x2, _mix_1x2, _mix_1x1 = mix_tile(3, 2), mix_tile(1, 2), mix_tile(1, 1)
+_mix_6x2, _mix_3x4, _mix_1x4, _mix_1x1 = (mix_tile(*shape) for shape in ((6, 2), (3, 4), (1, 4), (1, 1)))
 
 
 @compiled()
@@ -70,7 +70,10 @@ def _attend_rows(
         at = p * page_tokens
         keys_at, to = keys + 4 * page[p] * page_stride, scores + 4 * (at - origin)
         n = min(page_tokens, stop - at)
-        plain_product(q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width)
+        if step:
+            plain_product(q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width)
+        else:
+            streaming_product(q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width)
     for i in range(m):
         here = position + step * i
         oldest = max(here + 1 - window, 0) if window else 0
@@ -109,37 +112,22 @@ def _softmax(row, first, stop, end, scale):
 @compiled()
 def _mix(p, p_stride, m, v, v_stride, n, size, out, out_stride):
     """out[i] += sum over j of p[i, j] v[j] for m rows of weights and n rows of v."""
-    pairs = size // 16 * 16
-    whole = m // 3 * 3
-    for c in range(0, pairs, 16):
-        for i in range(0, whole, 3):
-            _mix_3x2(
-                p + 4 * i * p_stride,
-                p_stride,
-                v + 4 * c,
-                v_stride,
-                n,
-                out + 4 * (i * out_stride + c),
-                out_stride,
-            )
-        for i in range(whole, m):
-            _mix_1x2(
-                p + 4 * i * p_stride,
-                p_stride,
-                v + 4 * c,
-                v_stride,
-                n,
-                out + 4 * (i * out_stride + c),
-                out_stride,
-            )
-    for c in range(pairs, size, 8):
-        for i in range(m):
-            _mix_1x1(
-                p + 4 * i * p_stride,
-                p_stride,
-                v + 4 * c,
-                v_stride,
-                n,
-                out + 4 * (i * out_stride + c),
-                out_stride,
-            )
+    i = 0
+    while i < m:
+        at, to, left = p + 4 * i * p_stride, out + 4 * i * out_stride, m - i
+        if left >= 6 and size % 16 == 0:
+            for c in range(0, size, 16):
+                _mix_6x2(at, p_stride, v + 4 * c, v_stride, n, to + 4 * c, out_stride)
+            i += 6
+        elif left >= 3 and size % 32 == 0:
+            for c in range(0, size, 32):
+                _mix_3x4(at, p_stride, v + 4 * c, v_stride, n, to + 4 * c, out_stride)
+            i += 3
+        elif size % 32 == 0:
+            for c in range(0, size, 32):
+                _mix_1x4(at, 0, v + 4 * c, v_stride, n, to + 4 * c, 0)
+            i += 1
+        else:
+            for c in range(0, size, 8):
+                _mix_1x1(at, 0, v + 4 * c, v_stride, n, to + 4 * c, 0)
+            i += 1

@@ -25,7 +25,7 @@ FEW = 4  # rows of inputs that are one tile, so that each weight is widened once
 # registers of AVX2; with one or two inputs, four rows of weights hide the latency of their sums.
 _dot_4x1, _dot_4x2 = dot_tile(4, 1, ahead=2), dot_tile(4, 2, ahead=2)
 _dot_3x3, _dot_3x4 = dot_tile(3, 3, ahead=1), dot_tile(3, 4, ahead=1)
-_dot_1x1 = dot_tile(1, 1)
+_dot_1x1, _dot_1x2, _dot_1x3, _dot_1x4 = (dot_tile(1, m) for m in (1, 2, 3, 4))
 _unpack_f16, _unpack_bf16, _unpack_coded = (unpack_step(form) for form in (F16_ROWS, BF16_ROWS, CODED))
 
 
@@ -55,6 +55,23 @@ def plain_product(x, x_stride, m, w, w_bytes, n, k, out, out_stride):
     for j in range(0, n, PANEL):
         at, count = w + j * w_bytes, min(PANEL, n - j)
         _panel(F32_ROWS, x, x_stride, m, at, w_bytes, count, k, out + 4 * j, out_stride, 0, 0)
+
+
+@compiled()
+def streaming_product(x, x_stride, m, w, w_bytes, n, k, out, out_stride):
+    """`plain_product` for few inputs and rows with gaps between them: one after the other, as hardware expects."""
+    for j in range(n):
+        at = w + j * w_bytes
+        for i in range(0, m, 4):
+            here, to, left = x + 4 * i * x_stride, out + 4 * (i * out_stride + j), m - i
+            if left >= 4:
+                _dot_1x4(F32_ROWS, here, x_stride, at, 0, k, to, out_stride, 0, 0)
+            elif left == 3:
+                _dot_1x3(F32_ROWS, here, x_stride, at, 0, k, to, out_stride, 0, 0)
+            elif left == 2:
+                _dot_1x2(F32_ROWS, here, x_stride, at, 0, k, to, out_stride, 0, 0)
+            else:
+                _dot_1x1(F32_ROWS, here, x_stride, at, 0, k, to, out_stride, 0, 0)
 
 
 @compiled()
