@@ -195,7 +195,7 @@ def test_routing_and_grouping(tokens: int) -> None:
         groups = group_pairs(got[1], local=local, block=16)
         flat, seen = got[1].flatten().tolist(), []
         for owner, rows in zip(groups.expert_of.tolist(), groups.rows_of.view(-1, 16).tolist(), strict=True):
-            used = [r for r in rows if r >= 0]
+            used = [r for r in rows if r >= 0] if owner >= 0 else []
             assert all(flat[r] - local.start == owner for r in used)
             seen += used
         assert sorted(seen) == [i for i, e in enumerate(flat) if e in local]

@@ -159,6 +159,37 @@ def decode_join(
     tl.store(out + row * D + col, mixed / total, mask=col < D)
 
 
+@triton.jit
+def _prefill_tiles(
+    query, base, pages, view_page, view_row, page_tokens, position, start, stop, kv_len, window, scale,
+    top, total, mixed,
+    MASKED: tl.constexpr, NUM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over keys [start, stop); MASKED: some queries do not see some of them."""
+    col = tl.arange(0, BD)
+    for t0 in tl.range(start, stop, BN, num_stages=STAGES):
+        token = t0 + tl.arange(0, BN)
+        here = token < kv_len
+        page = tl.load(pages + token // page_tokens, mask=here, other=0)
+        place = page * (view_page.to(tl.int64) * 8) + (token % page_tokens) * (view_row * 8)
+        keys = base + place[:, None] + col[None, :]
+        inside = here[:, None] & (col < D)[None, :]
+        k = tl.load(keys, mask=inside, other=0.0).to(NUM)
+        v = tl.load(keys + D, mask=inside, other=0.0).to(NUM)
+        logits = tl.dot(query, tl.trans(k)) * scale
+        if MASKED:
+            visible = token[None, :] <= position[:, None]
+            if window > 0:
+                visible = visible & (token[None, :] > position[:, None] - window)
+            weights, shrink, top, total = _softmax_step(logits, visible, top, total)
+        else:
+            best = tl.maximum(top, tl.max(logits, 1))
+            weights, shrink, top = tl.exp2(logits - best[:, None]), tl.exp2(top - best), best
+            total = total * shrink + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(NUM), v, mixed * shrink[:, None])
+    return top, total, mixed
+
+
 @triton.jit(do_not_specialize=["num_tokens", "kv_len"])
 def prefill(
     q,  # [num_tokens, heads, D]
@@ -175,7 +206,7 @@ def prefill(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # grid: [ceil(num_tokens / BM), heads]
+    # grid: [ceil(num_tokens / BM), heads]; products in _prefill_tiles: tl.dot(...)
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     head = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -190,20 +221,17 @@ def prefill(
     lowest = kv_len - num_tokens + tile * BM
     first = tl.maximum(lowest + 1 - window, 0) // BN * BN if window > 0 else 0
     base = view + (head // group) * (view_head.to(tl.int64) * 8)
-    for t0 in tl.range(first, tl.minimum(lowest + BM, kv_len), BN, num_stages=STAGES):
-        token = t0 + tl.arange(0, BN)
-        here = token < kv_len
-        page = tl.load(pages + token // page_tokens, mask=here, other=0)
-        place = page * (view_page.to(tl.int64) * 8) + (token % page_tokens) * (view_row * 8)
-        keys = base + place[:, None] + col[None, :]
-        inside = here[:, None] & (col < D)[None, :]
-        k = tl.load(keys, mask=inside, other=0.0).to(NUM)
-        v = tl.load(keys + D, mask=inside, other=0.0).to(NUM)
-        visible = token[None, :] <= position[:, None]
-        if window > 0:
-            visible = visible & (token[None, :] > position[:, None] - window)
-        weights, shrink, top, total = _softmax_step(tl.dot(query, tl.trans(k)) * scale, visible, top, total)
-        mixed = tl.dot(weights.to(NUM), v, mixed * shrink[:, None])
+    whole = (
+        (lowest + 1) // BN * BN if window == 0 else first
+    )  # keys before it are seen by every query of the tile
+    top, total, mixed = _prefill_tiles(
+        query, base, pages, view_page, view_row, page_tokens, position, first, whole, kv_len, window, scale,
+        top, total, mixed, False, NUM, D, BD, BN, STAGES,
+    )  # fmt: skip
+    top, total, mixed = _prefill_tiles(
+        query, base, pages, view_page, view_row, page_tokens, position, whole, tl.minimum(lowest + BM, kv_len),
+        kv_len, window, scale, top, total, mixed, True, NUM, D, BD, BN, STAGES,
+    )  # fmt: skip
     into = out + (m[:, None].to(tl.int64) * heads + head) * D + col[None, :]
     tl.store(into, mixed / tl.maximum(total, 1e-30)[:, None], mask=ours)
 

@@ -3,8 +3,9 @@
     experts [T, count]  ──▶  rows_of   [blocks * BM]  pairs sorted by expert, each expert's filled up to blocks with -1
                              expert_of [blocks]       whose block it is, -1 for blocks that are not needed
 
-The number of blocks is an upper bound, known without reading the device. A few pairs take one program; many are counted
-in chunks, whose counts are added up by one program, and placed by as many. Order inside an expert is that of the pairs.
+The number of blocks is an upper bound, known without reading the device; places of blocks that are not needed hold
+anything. Of a few pairs every program counts all and places some; many are counted in chunks, whose counts are added up
+by one program, and placed by as many. Order inside an expert is that of the pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import launch
 
 CHUNK = 64  # pairs at once: a table of CHUNK x experts is held in registers
-FEW = 1024  # pairs that one program handles alone
+FEW = 1024  # pairs that each program counts by itself
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,17 @@ class Groups:
 
 
 @triton.jit
+def _local(experts, pair, num_pairs, first, num_local):
+    """Number of each pair's expert among those that are here, -1: elsewhere, or no pair."""
+    expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
+    return tl.where((pair < num_pairs) & (expert >= 0) & (expert < num_local), expert, -1)
+
+
+@triton.jit
 def _matches(experts, chunk, num_pairs, first, num_local, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
     """[CHUNK, EXPERTS] int32: 1 where the pair belongs to the local expert; the experts; the pairs' numbers."""
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
-    expert = tl.where((pair < num_pairs) & (expert >= 0) & (expert < num_local), expert, -1)
+    expert = _local(experts, pair, num_pairs, first, num_local)
     return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), expert, pair
 
 
@@ -65,24 +72,37 @@ def group_few(
     rows_of, expert_of,
     num_pairs, first, num_local, num_blocks,
     EXPERTS: tl.constexpr,  # a power of two
+    PAIRS: tl.constexpr,  # num_pairs as a power of two
     BM: tl.constexpr,
     CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
 ):  # fmt: skip
-    # grid: [1]
-    for span in range(tl.cdiv(num_blocks * BM, 1024)):
-        place = span * 1024 + tl.arange(0, 1024)
-        tl.store(rows_of + place, -1, mask=place < num_blocks * BM)
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    for chunk in range(tl.cdiv(num_pairs, CHUNK)):
-        found, _, _ = _matches(experts, chunk, num_pairs, first, num_local, EXPERTS, CHUNK)
-        counts += tl.sum(found, 0)
-    base = _starts(counts, expert_of, num_blocks, EXPERTS, BM, SPAN)
-    tl.debug_barrier()  # places are emptied before they are filled
-    for chunk in range(tl.cdiv(num_pairs, CHUNK)):
-        found, expert, pair = _matches(experts, chunk, num_pairs, first, num_local, EXPERTS, CHUNK)
-        _place(found, expert, pair, base, rows_of, CHUNK)
-        base += tl.sum(found, 0)
+    # grid: [ceil(num_pairs / CHUNK)]
+    # every program counts all pairs, then places its own and names its share of the blocks
+    number = tl.arange(0, EXPERTS)
+    everyone = tl.arange(0, PAIRS)
+    owner = _local(experts, everyone, num_pairs, first, num_local)
+    counts = tl.histogram(tl.maximum(owner, 0), EXPERTS, mask=owner >= 0)
+    blocks = tl.cdiv(counts, BM)
+    stop = tl.cumsum(blocks, 0)
+    base = (stop - blocks) * BM
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    mine = _local(experts, pair, num_pairs, first, num_local)
+    place = tl.sum(tl.where(mine[:, None] == number[None, :], base[None, :], 0), 1)
+    for start in range(0, tl.program_id(0) * CHUNK + CHUNK, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = _local(experts, other, num_pairs, first, num_local)
+        earlier = (mine[:, None] == theirs[None, :]) & (other[None, :] < pair[:, None])
+        place += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(rows_of + place, pair, mask=mine >= 0)
+    span = tl.cdiv(num_blocks, tl.num_programs(0))
+    for start in range(tl.program_id(0) * span, (tl.program_id(0) + 1) * span, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        name = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
+        tl.store(expert_of + block, tl.where(name < EXPERTS, name, -1), mask=block < num_blocks)
+    if tl.program_id(0) == 0:  # the rest of each expert's last block
+        gap = tl.arange(0, BM)[None, :]
+        empty = gap < (blocks * BM - counts)[:, None]
+        tl.store(rows_of + (base + counts)[:, None] + gap, tl.full((EXPERTS, BM), -1, tl.int32), mask=empty)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
@@ -148,9 +168,10 @@ def group_pairs(
     rows_of = torch.empty(num_blocks * block, dtype=torch.int32, device=experts.device)
     expert_of = torch.empty(num_blocks, dtype=torch.int32, device=experts.device)
     if pairs <= FEW:
+        chunk = 16 if pairs <= 16 else CHUNK
         launch(
-            group_few, (min(1, pairs),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
-            EXPERTS=size, BM=block, CHUNK=CHUNK, SPAN=64, num_warps=8,
+            group_few, (triton.cdiv(pairs, chunk),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
+            EXPERTS=size, PAIRS=max(16, triton.next_power_of_2(pairs)), BM=block, CHUNK=chunk, num_warps=4,
         )  # fmt: skip
         return Groups(rows_of, expert_of, num_blocks, block)
     rows_of.fill_(-1)

@@ -32,7 +32,6 @@ def weigh8(
     TR: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
-    UNROLL: tl.constexpr,  # blocks of 128 at once; divides those of a split
     NATIVE: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -57,44 +56,40 @@ def weigh8(
         j = tl.arange(0, 32)
         weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]
         words = scales + expert * blocks * N + n
-        for b0 in tl.range(first, last, UNROLL, num_stages=STAGES):
-            for u in tl.static_range(UNROLL):
-                b = b0 + u
-                packed = (
-                    tl.load(weights + b * 32)
-                    if EVEN
-                    else tl.load(weights + b * 32, mask=inside[:, None], other=0)
-                )
-                word = tl.load(words + b * N) if EVEN else tl.load(words + b * N, mask=inside, other=0)
-                at = rows + b * 128 + j[:, None]
-                x0 = tl.load(at, mask=here, other=0.0)
-                x1 = tl.load(at + 32, mask=here, other=0.0)
-                x2 = tl.load(at + 64, mask=here, other=0.0)
-                x3 = tl.load(at + 96, mask=here, other=0.0)
-                xs = tl.load(row_scales + b * step, mask=one, other=0.0)
-                w0, w1, w2, w3 = e2m1_numbers(packed, NATIVE)
-                block = tl.dot(w0, e4m3_numbers(x0, NATIVE)) * _exponent(word << 23)[:, None]
-                block += tl.dot(w1, e4m3_numbers(x1, NATIVE)) * _exponent(word << 15)[:, None]
-                block += tl.dot(w2, e4m3_numbers(x2, NATIVE)) * _exponent(word << 7)[:, None]
-                block += tl.dot(w3, e4m3_numbers(x3, NATIVE)) * _exponent(word >> 1)[:, None]
-                sums += block * xs[None, :]
+        for b in tl.range(first, last, num_stages=STAGES):
+            packed = (
+                tl.load(weights + b * 32)
+                if EVEN
+                else tl.load(weights + b * 32, mask=inside[:, None], other=0)
+            )
+            word = tl.load(words + b * N) if EVEN else tl.load(words + b * N, mask=inside, other=0)
+            at = rows + b * 128 + j[:, None]
+            x0 = tl.load(at, mask=here, other=0.0)
+            x1 = tl.load(at + 32, mask=here, other=0.0)
+            x2 = tl.load(at + 64, mask=here, other=0.0)
+            x3 = tl.load(at + 96, mask=here, other=0.0)
+            xs = tl.load(row_scales + b * step, mask=one, other=0.0)
+            w0, w1, w2, w3 = e2m1_numbers(packed, NATIVE)
+            block = tl.dot(w0, e4m3_numbers(x0, NATIVE)) * _exponent(word << 23)[:, None]
+            block += tl.dot(w1, e4m3_numbers(x1, NATIVE)) * _exponent(word << 15)[:, None]
+            block += tl.dot(w2, e4m3_numbers(x2, NATIVE)) * _exponent(word << 7)[:, None]
+            block += tl.dot(w3, e4m3_numbers(x3, NATIVE)) * _exponent(word >> 1)[:, None]
+            sums += block * xs[None, :]
         sums *= 64.0  # e2m1 as e4m3 lacks 2 ** 6
     else:
         k = tl.arange(0, 128)
         weights = codes + expert * N * K + n[:, None].to(tl.int64) * K + k[None, :]
         tiles = scales + expert * tl.cdiv(N, TR) * blocks + (n // TR) * blocks
-        for b0 in tl.range(first, last, UNROLL, num_stages=STAGES):
-            for u in tl.static_range(UNROLL):
-                b = b0 + u
-                w = (
-                    tl.load(weights + b * 128)
-                    if EVEN
-                    else tl.load(weights + b * 128, mask=inside[:, None], other=0.0)
-                )
-                ws = tl.load(tiles + b) if EVEN else tl.load(tiles + b, mask=inside, other=0.0)
-                xb = tl.load(rows + b * 128 + k[:, None], mask=here, other=0.0)
-                xs = tl.load(row_scales + b * step, mask=one, other=0.0)
-                sums += tl.dot(e4m3_numbers(w, NATIVE), e4m3_numbers(xb, NATIVE)) * ws[:, None] * xs[None, :]
+        for b in tl.range(first, last, num_stages=STAGES):
+            w = (
+                tl.load(weights + b * 128)
+                if EVEN
+                else tl.load(weights + b * 128, mask=inside[:, None], other=0.0)
+            )
+            ws = tl.load(tiles + b) if EVEN else tl.load(tiles + b, mask=inside, other=0.0)
+            xb = tl.load(rows + b * 128 + k[:, None], mask=here, other=0.0)
+            xs = tl.load(row_scales + b * step, mask=one, other=0.0)
+            sums += tl.dot(e4m3_numbers(w, NATIVE), e4m3_numbers(xb, NATIVE)) * ws[:, None] * xs[None, :]
     put(sums, row, n, inside, out, factors, num_rows, N, limit, GLU, WEIGHTED, SPLITS, BN, BM)
 
 

@@ -185,7 +185,6 @@ def _start(
         GROUPED={Groups: "lists", Strided: "strided"}.get(type(groups), ""),
         EXPERTS=groups.count if isinstance(groups, Strided) else 0,
         EVEN=num_out % config["BN"] == 0 and size % config.get("BK", BLOCK) == 0, NATIVE=not interpreted(),
-        **(_unrolled(size, splits, config["BM"]) if eight else {}),
     )  # fmt: skip
     return sums, splits
 
@@ -246,12 +245,6 @@ def _blocks(groups: Groups | Strided | None, rows: int, block: int) -> int:
             return groups.count * triton.cdiv(rows // groups.count, block)
         case _:
             return triton.cdiv(rows, block)
-
-
-def _unrolled(size: int, splits: int, rows: int) -> dict[str, int]:
-    """Two blocks of 128 at once where every split has an even number of them, and registers allow it."""
-    blocks = triton.cdiv(size // BLOCK, splits)
-    return {"UNROLL": 2 if rows <= 16 and blocks % 2 == 0 and size // BLOCK % blocks == 0 else 1}
 
 
 def _splits(fill: float, programs: int, size: int, x: torch.Tensor) -> int:

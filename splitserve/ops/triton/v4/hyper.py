@@ -17,6 +17,7 @@ from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_proc
 from splitserve.ops.kernels.tuned import tuned
 
 STREAMS = 4
+COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,6 +67,12 @@ def _column(parts, at, step, SPLITS: tl.constexpr):
     return tl.sum(tl.load(parts + split * step + at[None, :]), 0)
 
 
+@triton.jit
+def _root(parts, step, size, norm_eps, M: tl.constexpr, SPLITS: tl.constexpr):
+    """One over the root mean square of `size` numbers."""
+    return 1.0 / tl.sqrt(tl.sum(tl.load(parts + tl.arange(0, SPLITS) * step + M), 0) / size + norm_eps)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def hc_collapse(
     streams,  # [T, N, D]
@@ -82,36 +89,36 @@ def hc_collapse(
     SPLITS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    # grid: [T, ceil(D / BD)]
+    # grid: [T, ceil(D / BD)], and one more program of each token, for post and comb, unless HEAD
     token = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     mine, step = parts + token * 32, num_tokens * 32
-    col = tl.program_id(1) * BD + tl.arange(0, BD)
-    old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
     M: tl.constexpr = N if HEAD else 2 * N + N * N
-    squares = tl.sum(tl.load(mine + tl.arange(0, SPLITS) * step + M), 0)
-    root = 1.0 / tl.sqrt(squares / (N * D) + norm_eps)
-    pre = _column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
-    pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
-    tl.store(x + token * D + col, tl.sum(old.to(tl.float32) * pre[:, None], 0), mask=col < D)
-    if not HEAD and tl.program_id(1) == 0:
-        gate = _column(mine, N + n, step, SPLITS) * root * tl.load(scale + 1) + tl.load(base + N + n)
-        tl.store(post + token * N + n, 2.0 / (1.0 + tl.exp(-gate)))
-        s = tl.load(scale + 2)
+    first = tl.program_id(1) * BD
+    if first < D:
+        col = first + tl.arange(0, BD)
+        old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
+        root = _root(mine, step, N * D, norm_eps, M, SPLITS)
+        pre = _column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
+        pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
+        tl.store(x + token * D + col, tl.sum(old.to(tl.float32) * pre[:, None], 0), mask=col < D)
+    if not HEAD and first >= D:
         at = 2 * N + n
-        a = _column(mine, at, step, SPLITS) * root * s + tl.load(base + at)
-        b = _column(mine, at + N, step, SPLITS) * root * s + tl.load(base + at + N)
-        c = _column(mine, at + 2 * N, step, SPLITS) * root * s + tl.load(base + at + 2 * N)
-        d = _column(mine, at + 3 * N, step, SPLITS) * root * s + tl.load(base + at + 3 * N)
+        gate = _column(mine, N + n, step, SPLITS)
+        a, b = _column(mine, at, step, SPLITS), _column(mine, at + N, step, SPLITS)
+        c, d = _column(mine, at + 2 * N, step, SPLITS), _column(mine, at + 3 * N, step, SPLITS)
+        root = _root(mine, step, N * D, norm_eps, M, SPLITS)
+        gate = gate * root * tl.load(scale + 1) + tl.load(base + N + n)
+        tl.store(post + token * N + n, 2.0 / (1.0 + tl.exp(-gate)))
+        root *= tl.load(scale + 2)
+        a, b = a * root + tl.load(base + at), b * root + tl.load(base + at + N)
+        c, d = c * root + tl.load(base + at + 2 * N), d * root + tl.load(base + at + 3 * N)
         a, b, c, d = _softmax(a) + eps, _softmax(b) + eps, _softmax(c) + eps, _softmax(d) + eps
-        for i in range(ITERS):
-            if i > 0:
-                a, b, c, d = (
-                    a / (tl.sum(a, 0) + eps),
-                    b / (tl.sum(b, 0) + eps),
-                    c / (tl.sum(c, 0) + eps),
-                    d / (tl.sum(d, 0) + eps),
-                )
+        r = 1.0 / (a + b + c + d + eps)
+        a, b, c, d = a * r, b * r, c * r, d * r
+        for _ in range(ITERS - 1):
+            a, b = a / (tl.sum(a, 0) + eps), b / (tl.sum(b, 0) + eps)
+            c, d = c / (tl.sum(c, 0) + eps), d / (tl.sum(d, 0) + eps)
             r = 1.0 / (a + b + c + d + eps)
             a, b, c, d = a * r, b * r, c * r, d * r
         into = comb + token * N * N + n
@@ -194,9 +201,8 @@ def _collapse(
     if n != STREAMS:
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
-    columns = config.pop("BD")
     blocks = triton.cdiv(tokens, config["BT"])
-    splits = max(1, min(num_processors(streams) // max(blocks, 1), n * size // config["BK"], 64))
+    splits = max(1, min(num_processors(streams) // max(blocks, 1), n * size // config["BK"], 32))
     splits = 1 << (splits.bit_length() - 1)
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(
@@ -206,9 +212,9 @@ def _collapse(
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     post, comb = result or (parts, parts)
     launch(
-        hc_collapse, (tokens, triton.cdiv(size, columns)),
+        hc_collapse, (tokens, triton.cdiv(size, COLUMNS) + (result is not None)),
         streams, parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
-        ITERS=iters, HEAD=result is None, N=n, SPLITS=splits, BD=columns, num_warps=4,
+        ITERS=iters, HEAD=result is None, N=n, SPLITS=splits, BD=COLUMNS, num_warps=1,
     )  # fmt: skip
     return x
 
