@@ -167,8 +167,8 @@ def _v4_cases() -> Iterator[Case]:
     yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
     yield Case("hyper", _each("hc_mix", _hyper))
     for tokens in (4, 64):  # the way of few tokens and that of many
-        yield Case(f"attend_{tokens}", lambda _, n=tokens: _attend(n, meta(64, 128, LATENT, dtype=U8)))
-        yield Case(f"attend_plain_{tokens}", lambda _, n=tokens: _attend(n, meta(64, 128, DIM)))
+        yield Case(f"attend_{tokens}", partial(_attend, tokens, (LATENT, U8)))
+        yield Case(f"attend_plain_{tokens}", partial(_attend, tokens, (DIM, torch.bfloat16)))
     yield Case("index", _each("rate_entries", _index))
     yield Case("choose_entries", lambda _: v4.choose_entries(meta(2, 8192, dtype=F32), 512))
     yield Case("norms", _norms)
@@ -190,8 +190,9 @@ def _hyper(tokens: int) -> None:
     )
 
 
-def _attend(tokens: int, view: torch.Tensor) -> None:
+def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
     """With far rows and without."""
+    view = meta(64, 128, row[0], dtype=row[1])
     q, sink, half = meta(tokens, HEADS, DIM), meta(HEADS, dtype=F32), meta(tokens, ROPE // 2, dtype=F32)
     near = Rows(view, meta(tokens, 128, dtype=I64))
     for far in (Rows(view, meta(tokens, 512, dtype=I64)), None):
