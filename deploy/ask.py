@@ -1,4 +1,6 @@
-"""Ask one question with the official OpenAI client, streaming: `python deploy/ask.py URL [QUESTION]`.
+"""Ask one question with the official OpenAI client, streaming: `python deploy/ask.py [URL [QUESTION]]`.
+
+Without a URL, the deployment that is up is asked.
 
 Exit code 1 if the answer to the default question does not name Paris.
 """
@@ -10,11 +12,13 @@ import time
 
 from openai import APIError, OpenAI
 
+from splitserve.launch.stage import running_url
+
 QUESTION = "What is the capital of France?"
 
 
 def main() -> int:
-    base_url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+    base_url = sys.argv[1] if len(sys.argv) > 1 else running_url("http://127.0.0.1:8000") + "/v1"
     question = sys.argv[2] if len(sys.argv) > 2 else QUESTION
     client = OpenAI(base_url=base_url, api_key="not needed")
     model = client.models.list().data[0].id

@@ -9,8 +9,10 @@ url=http://127.0.0.1:$port
 home=$(mktemp -d /tmp/splitserve-demo.XXXXXX) # run directories of this demonstration only
 export XDG_RUNTIME_DIR=$home
 
-heading() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-show() { printf '\033[36m$ %s\033[0m\n' "$*" && "$@"; }
+bold='' cyan='' red='' plain=''
+if [ -t 1 ]; then bold=$'\033[1m' cyan=$'\033[36m' red=$'\033[31m' plain=$'\033[0m'; fi
+heading() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
+show() { printf '%s$ %s%s\n' "$cyan" "$*" "$plain" && "$@"; }
 
 # Everything that the demonstration started carries its run directory in the environment.
 processes() { grep -lzs "^XDG_RUNTIME_DIR=$home\$" /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx -e $$ -e $BASHPID || true; }
@@ -21,7 +23,7 @@ finish() {
 	trap - EXIT
 	splitserve down demo --kill >/dev/null 2>&1 || true
 	rm -rf "$home"
-	[ $code -eq 0 ] || printf '\n\033[31mthe demonstration ended early (exit code %s)\033[0m\n' $code
+	[ $code -eq 0 ] || printf '\n%sthe demonstration ended early (exit code %s)%s\n' "$red" $code "$plain"
 	exit $code
 }
 trap finish EXIT
@@ -40,10 +42,14 @@ show splitserve verify --quick --plant all
 heading "4. What it does under load (256 tokens in, 32 out; PD pays off on devices that do not share a memory bus)"
 show splitserve bench "$url" --concurrency 1,8,16 --num 3,8,16 --output-len 32
 
-heading "5. A clean stop, even after kill -9 of an engine"
+heading "5. An engine is killed in the middle of an answer; it comes back, and the stop is clean"
 victim=$(splitserve status demo --json | python -c 'import json, sys
 print(next(p["pid"] for p in json.load(sys.stdin)["deployments"][0]["processes"] if p["name"] == "decode-0"))')
+python deploy/ask.py "$url/v1" "Tell me a long story about Paris." & # its answer ends, or it ends with an error
+asking=$!
+sleep 1.5
 show kill -9 "$victim"
+wait $asking || echo "(that request ended with an error instead of hanging)"
 show splitserve status demo --wait 90
 show python deploy/ask.py "$url/v1"
 show splitserve down demo

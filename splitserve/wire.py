@@ -135,6 +135,9 @@ class Card(msgspec.Struct, frozen=True):
     host: str  # boot id: equal on both sides means the same kernel, so pid and memory are reachable
     pid: int
     pid_start: int  # clock ticks since boot, so that a reused pid is not mistaken for the peer
+    weights: str = (
+        ""  # weights/fingerprint.py: state of other weights would be taken for one's own and answer wrongly
+    )
 
 
 class FirstToken(msgspec.Struct, frozen=True):

@@ -32,11 +32,12 @@ from .plan import Plan, from_words
 from .workload import Ask, Vocabulary, random_asks, read_trace, trace_asks
 
 WARM_TOKENS = 4
+_LINE_EVERY_S = 5.0
 
 
-def run(words: Sequence[str]) -> int:
-    """The command: `words` are those after `splitserve bench`."""
-    plan, json_path = from_words(words)
+def run(words: Sequence[str], *, running_url: str = "") -> int:
+    """The command: `words` are those after X is of the deployment that is up, if any."""
+    plan, json_path = from_words(words, running_url=running_url)
     return bench(plan, json_path=json_path)
 
 
@@ -169,9 +170,13 @@ async def find_target(client: Client, url: str, plan: Plan) -> tuple[str, Vocabu
 
 
 class _Ticker:
-    """Progress: a bar on a terminal, nothing elsewhere."""
+    """Progress: a bar on a terminal, elsewhere a line on stderr every `_LINE_EVERY_S` seconds."""
 
     def __init__(self, console: Console, label: str, total: int) -> None:
+        self._label, self._total = label, total
+        self._lines = not console.is_terminal
+        self._num_done = 0
+        self._said = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -192,7 +197,12 @@ class _Ticker:
 
     def tick(self, marks: Marks) -> None:
         self._num_failed += not marks.ok
+        self._num_done += 1
         failed = f"{self._num_failed} failed" if self._num_failed else ""
+        now = time.monotonic()
+        if self._lines and now - self._said >= _LINE_EVERY_S:
+            self._said = now
+            print(f"{self._label}: {self._num_done} of {self._total} {failed}".rstrip(), file=sys.stderr)
         self._progress.update(self._task, advance=1, failed=failed)
 
 

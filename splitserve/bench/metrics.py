@@ -76,6 +76,7 @@ class Spread:
     p95: float
     p99: float
     max: float
+    num: int = 0
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
@@ -84,7 +85,7 @@ class Spread:
         mean = math.fsum(values) / len(values)
         std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
         q = [percentile(values, p) for p in (50, 90, 95, 99)]
-        return Spread(mean, q[0], std, q[1], q[2], q[3], max(values))
+        return Spread(mean, q[0], std, q[1], q[2], q[3], max(values), len(values))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ class Plan:
 def parser() -> argparse.ArgumentParser:
     """`splitserve bench [URL] ...`"""
     p = argparse.ArgumentParser("splitserve bench", description="measure a server from outside")
-    p.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"server or router (default {DEFAULT_URL})")
+    p.add_argument(
+        "url", nargs="?", help=f"server or router (default: the deployment that is up, else {DEFAULT_URL})"
+    )
     p.add_argument("--concurrency", type=numbers, default=DEFAULT_CONCURRENCY, help="closed loops, as 1,8,16")
     p.add_argument("--num", type=numbers, help="requests of each loop, as 6,24,32 or one number for all")
     p.add_argument("--input-len", type=int, default=256, help="prompt tokens (a trace: at most)")
@@ -105,11 +107,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def from_words(words: Sequence[str]) -> tuple[Plan, str | None]:
-    """(Plan, where JSON goes) of the command line. argparse exits with code 2 for what it cannot read."""
+def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, str | None]:
+    """(Plan, where JSON goes) of the command line; `running_url` is measured where it names no other.
+
+    argparse exits with code 2 for what it cannot read.
+    """
     args = parser().parse_args(list(words))
     plan = Plan(
-        url=args.url,
+        url=args.url or running_url or DEFAULT_URL,
         concurrency=args.concurrency,
         num=args.num or (DEFAULT_OPEN_NUM if args.rates else Plan.num_for(args.concurrency)),
         slo=slo_of(args),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from .metrics import Summary
+
+ENOUGH_FOR_P99 = 100
+"""Samples below which the table leaves p99 out: it would repeat the maximum and look like a measurement."""
 
 
 def throughput_table(summaries: Sequence[Summary], title: str) -> Table:
@@ -36,7 +40,8 @@ def latency_table(summaries: Sequence[Summary]) -> Table:
         found.add_column(name, justify="right", no_wrap=True)
     for s in summaries:
         for name, x in (("TTFT", s.ttft_s), ("TPOT", s.tpot_s), ("ITL", s.itl_s), ("E2E", s.e2e_s)):
-            cells = [_number(v * 1000) for v in (x.mean, x.median, x.p90, x.p99, x.max)]
+            tail = x.p99 if x.num >= ENOUGH_FOR_P99 else nan
+            cells = [_number(v * 1000) for v in (x.mean, x.median, x.p90, tail, x.max)]
             found.add_row(_load(s) if name == "TTFT" else "", name, *cells, end_section=name == "E2E")
     return found
 

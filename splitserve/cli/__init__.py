@@ -22,9 +22,9 @@ def main(argv: Sequence[str] | None = None, *, program: tuple[str, ...] = PROGRA
 
     `program` is how a supervisor starts its children, and --detach itself.
     """
-    from splitserve.cli.parser import parse
-
     try:
+        from splitserve.cli.parser import parse
+
         args = parse(sys.argv[1:] if argv is None else argv)
         args.program = program
         code: int = args.run(args)

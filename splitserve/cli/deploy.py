@@ -12,7 +12,8 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from splitserve.cli import complain, report
+from splitserve.cli import PROGRAM, complain, report
+from splitserve.cli.precheck import check_models
 from splitserve.errors import ConfigError, PeerLost, RequestError
 from splitserve.launch import control, placement, probe, topology
 from splitserve.launch import logs as log_files
@@ -30,6 +31,8 @@ FOLLOW_PAUSE_S = 0.2
 def up(args: argparse.Namespace) -> int:
     """Start a deployment and stay with it, or (--detach) return once it is ready."""
     deployment = load(args.file, overrides=args.set)
+    if args.program == PROGRAM:  # tests start other programs, which know other models
+        check_models(deployment)
     if args.detach:
         return _detach(args, deployment)
     specs = placement.place(topology.read(), deployment)
@@ -75,7 +78,11 @@ def status(args: argparse.Namespace) -> int:
     wait_s = _number(args.wait, "--wait")
     end = time.monotonic() + wait_s
     states, lines = _states(args.name)
+    said = ""
     while not _all_ready(states) and time.monotonic() < end:
+        if (waits := _waits_for(states)) != said and not args.json:
+            print(f"waiting: {waits}", file=sys.stderr, flush=True)
+            said = waits
         time.sleep(FOLLOW_PAUSE_S)
         states = _states(args.name)[0]
     for state in states:
@@ -277,6 +284,13 @@ def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
         at = urlsplit(state["url"])
         state["ready"] = asyncio.run(probe.ready(str(at.hostname), at.port or 80))
     return states, ended
+
+
+def _waits_for(states: list[dict[str, Any]]) -> str:
+    late = [p for s in states for p in s["processes"] if p["phase"] != "ready"]
+    if not late:
+        return "a token through every pair" if states else "nothing is up"
+    return ", ".join(f"{p['name']} {p['phase']} {p['loading']}".strip() for p in late)
 
 
 def _all_ready(states: list[dict[str, Any]]) -> bool:

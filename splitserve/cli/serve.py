@@ -43,8 +43,9 @@ def verify(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """The benchmark reads its own words."""
     from splitserve.bench.main import run
+    from splitserve.launch.stage import running_url
 
-    return int(run(args.words))
+    return int(run(args.words, running_url=running_url(otherwise="")))
 
 
 def compare(args: argparse.Namespace) -> int:

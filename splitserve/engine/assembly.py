@@ -46,6 +46,7 @@ from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.rendezvous import Rendezvous
 from splitserve.transfer.sender import Sender
 from splitserve.transfer.transport import Transport
+from splitserve.weights.fingerprint import fingerprint
 from splitserve.weights.locate import locate
 from splitserve.wire import Card
 
@@ -212,8 +213,15 @@ class Builder:
             rank=self.start.rank,
             size=self.start.tp,
             faults=self.faults,
+            weights=self._fingerprint(),
         )
         return port, pool
+
+    def _fingerprint(self) -> str:
+        """Of the weights and of what else turns a token into the same state: the positions' angles."""
+        if self.config.dummy_weights:
+            return f"dummy {self.cfg.arch}"
+        return fingerprint(self.source, context=repr(self.cfg.rope))
 
     def _runner(
         self, model: Model, pool: Pool, group: SoloGroup | TorchGroup, between_layers: Callable[[], None]

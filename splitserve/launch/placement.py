@@ -235,6 +235,7 @@ def _router_spec(
     engines: list[_Engine], deployment: Deployment, front: tuple[int, ...], *, own: bool
 ) -> ProcSpec:
     router = deployment.router
+    router = replace(router, drain_s=deployment.config.drain_s)  # the supervisor waits as long for it
     words = [_ROUTER, *to_flags(router, skip=("port",)), "--port", port_mark(_ROUTER, "http")]
     for e in engines:
         at = url(deployment.server.host, port_mark(e.name, "http"))

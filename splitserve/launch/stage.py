@@ -25,6 +25,12 @@ def only_running(fix: str) -> str:
     raise ConfigError(f"{len(running)} deployments are running: {', '.join(running) or 'none'}", fix=fix)
 
 
+def running_url(otherwise: str) -> str:
+    """Where the one deployment that is up answers; `otherwise` where there are none or several."""
+    running = [found for n in rundir.names() if (found := state(n))]
+    return str(running[0]["url"]) if len(running) == 1 else otherwise
+
+
 def state(name: str) -> dict[str, Any] | None:
     """What a running deployment's supervisor wrote of it: processes with role and url; None when it is not up."""
     where = rundir.RunDir(name)

@@ -25,6 +25,15 @@ HF_ARCHS = {
 }
 """`model_type` of config.json -> our arch."""
 
+HF_CLASSES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""`architectures` of config.json -> our arch: what the weights compute, where `model_type` says how they are read."""
+
 GGUF_ARCHS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """`general.architecture` of GGUF -> our arch (llama.cpp calls Mistral llama)."""
 
@@ -103,6 +112,7 @@ def from_hf(values: dict[str, Any], path: Path, *, generation: dict[str, Any] | 
         )
     keys = _Keys(values, str(path))
     arch = _known_arch(values.get("model_type"), HF_ARCHS, str(path))
+    _check_class(values.get("architectures"), arch, str(path))
     act = values.get("hidden_act", "silu")
     if act != "silu":
         raise WeightsError(f"{path}: hidden_act is {act!r}; these models use 'silu'")
@@ -136,6 +146,19 @@ def from_hf(values: dict[str, Any], path: Path, *, generation: dict[str, Any] | 
         encoding=_hf_encoding(values),
     )
     return check(config, str(path))
+
+
+def _check_class(classes: Any, arch: str, where: str) -> None:
+    """Refuse a model of a known type whose class is another: it would load and compute something else."""
+    if not classes:
+        return
+    known = [name for name, of in HF_CLASSES.items() if of == arch]
+    if not isinstance(classes, list) or not set(classes) & set(known):
+        raise WeightsError(
+            f"{where}: architectures is {classes!r}, and model_type {arch!r} is served as {known[0]}",
+            field="architectures",
+            fix=f"serve a checkpoint of {', '.join(sorted(HF_CLASSES))}",
+        )
 
 
 def _hf_windows(keys: _Keys, arch: str, layers: int) -> tuple[int, ...]:

@@ -220,6 +220,20 @@ def _to_dict(cases: list[Case], planted: list[Planted]) -> dict[str, Any]:
     return {"ok": good, "cases": [asdict(c) for c in cases], "planted": [asdict(p) for p in planted]}
 
 
+def _exact(case: Case) -> bool:
+    """Both sides gave the same tokens with the same logprobs, to the bit."""
+    return bool(case.split.tokens) and (case.split.tokens, case.split.logprobs) == (
+        case.unified.tokens,
+        case.unified.logprobs,
+    )
+
+
+def _answer(case: Case) -> str:
+    if case.findings:
+        return "[red]differs[/red]"
+    return "bit-equal" if _exact(case) else "within bound"
+
+
 def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -233,7 +247,7 @@ def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
         table.add_row(
             case.name,
             str(case.num_prompt),
-            "[red]differs[/red]" if case.findings else "equal",
+            _answer(case),
             f"{c.num_bytes / 1e6:.2f}",
             str(c.num_pages),
             str(c.num_descriptors),
@@ -247,10 +261,18 @@ def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
             console.print(f"[red]{case.name}: {finding}[/red]", highlight=False)
     for p in planted:
         word = "[green]caught[/green]" if p.caught else "[red]NOT CAUGHT[/red]"
-        console.print(f"planted {p.fault}: {word}  {p.by}", highlight=False)
+        console.print(f"planted {p.fault}: {word}  {p.by.split('; ')[0]}", highlight=False)
     recomputed = sum(c.crossing.recomputations for c in cases if c.crossing)
-    bad = sum(bool(c.findings) for c in cases)
-    console.print(f"{len(cases)} questions, {bad} not proven; recomputations {recomputed}", highlight=False)
+    good = sum(not c.findings for c in cases)
+    console.print(
+        f"{good} of {len(cases)} questions proven, {sum(map(_exact, cases))} of them bit-equal in tokens and logprobs; "
+        f"recomputations {recomputed}",
+        highlight=False,
+    )
+    if planted:
+        console.print(
+            f"{sum(p.caught for p in planted)} of {len(planted)} planted faults caught", highlight=False
+        )
 
 
 if __name__ == "__main__":

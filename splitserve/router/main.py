@@ -28,7 +28,6 @@ from .policy import Chooser
 from .proxy import Proxy
 from .watch import Watch
 
-DRAIN_S = 10.0  # how long a SIGTERM lets running requests end
 MAX_CONNECTIONS = 4096
 
 _log = log.get(__name__)
@@ -137,7 +136,7 @@ async def _main(config: RouterConfig, workers: Sequence[Endpoint], alive_fd: int
         if alive_fd is not None:
             with contextlib.suppress(OSError, ValueError):
                 loop.remove_reader(alive_fd)
-        await router.close(0.0 if orphaned else DRAIN_S)
+        await router.close(0.0 if orphaned else config.drain_s)
 
 
 def raise_file_limit() -> None:

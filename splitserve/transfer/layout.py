@@ -54,8 +54,8 @@ class Copies:
 def check_compatible(mine: Card, theirs: Card) -> None:
     """Raise ConfigError, with both sides' values, unless rows of `mine` mean the same at `theirs`.
 
-    Compared: tokens in a page, the set of states, and of each state growth, row_bytes, tokens_per_row, rows, pieces
-    and encoding. TP sizes may differ.
+    Compared: the weights, tokens in a page, the set of states, and of each state growth, row_bytes, tokens_per_row,
+    rows, pieces and encoding. TP sizes may differ.
     """
     here, there = _name(mine), _name(theirs)
     if mine.page_tokens != theirs.page_tokens:
@@ -63,6 +63,12 @@ def check_compatible(mine: Card, theirs: Card) -> None:
             f"page_tokens differ: {here} has {mine.page_tokens}, {there} has {theirs.page_tokens}",
             field="page_tokens",
             fix="give prefill and decode engines the same page_tokens",
+        )
+    if mine.weights != theirs.weights:
+        raise ConfigError(
+            f"weights differ: {here} has the checkpoint {mine.weights}, {there} has {theirs.weights}",
+            field="model",
+            fix="serve the same checkpoint on both sides",
         )
     ours, others = _specs(mine), _specs(theirs)
     for key in sorted(ours.keys() ^ others.keys()):

@@ -62,6 +62,7 @@ def make_card(
     slabs: Sequence[Slab],
     rank: int,
     size: int,
+    weights: str = "",
 ) -> Card:
     """This rank's card: all that a peer needs to write here, and to know whether we live."""
     return Card(
@@ -76,6 +77,7 @@ def make_card(
         host=host_id(),
         pid=os.getpid(),
         pid_start=start_ticks(os.getpid()),
+        weights=weights,
     )
 
 
@@ -129,6 +131,7 @@ class Port:
         rank: int = 0,
         size: int = 1,
         faults: Faults | None = None,
+        weights: str = "",
     ) -> None:
         self._transport = transport
         self.rank = rank
@@ -140,6 +143,7 @@ class Port:
             slabs=slabs,
             rank=rank,
             size=size,
+            weights=weights,
         )
         self._memory = host_memory(slabs)
         self._faults = faults

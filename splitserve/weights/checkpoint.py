@@ -39,6 +39,10 @@ class Checkpoint(Protocol):
 
     def file(self, name: str) -> Path: ...
 
+    def span(self, name: str) -> Array:
+        """A tensor's bytes as they lie in the file, mapped: uint8 [nbytes]."""
+        ...
+
     def read(self, name: str, start: int, stop: int) -> Rows:
         """Rows [start, stop) of dimension 0."""
         ...

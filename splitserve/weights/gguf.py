@@ -34,7 +34,7 @@ class GgufFile:
                 fix="join them with llama-gguf-split --merge",
             )
         for name in self._tensors:  # all of them now: a truncated file should fail before minutes of loading
-            self._span(name)
+            self._check_span(name)
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -48,6 +48,9 @@ class GgufFile:
     def type(self, name: str) -> int:
         """ggml's number of a tensor's type."""
         return self._tensors[name].type
+
+    def span(self, name: str) -> Array:
+        return self._bytes[self._tensors[name].start : self._stop(name)]
 
     def read(self, name: str, start: int, stop: int) -> Rows:
         raw = self._raw(name, start, stop)
@@ -75,11 +78,15 @@ class GgufFile:
 
         return GGMLQuantizationType(self._tensors[name].type).name
 
-    def _span(self, name: str) -> None:
+    def _check_span(self, name: str) -> None:
+        check_inside(
+            name, self.path, start=self._tensors[name].start, stop=self._stop(name), size=len(self._bytes)
+        )
+
+    def _stop(self, name: str) -> int:
         tensor = self._tensors[name]
         num_rows = math.prod(tensor.shape[:-1] if len(tensor.shape) > 1 else tensor.shape)
-        stop = tensor.start + num_rows * self._row_bytes(name)
-        check_inside(name, self.path, start=tensor.start, stop=stop, size=len(self._bytes))
+        return tensor.start + num_rows * self._row_bytes(name)
 
     def _row_bytes(self, name: str) -> int:
         """Bytes of one ggml row (the last dimension) of a matrix; of one element of a vector."""

@@ -65,6 +65,10 @@ class SafetensorsDir:
     def file(self, name: str) -> Path:
         return self._entries[name].file
 
+    def span(self, name: str) -> Array:
+        entry = self._entries[name]
+        return self._maps[entry.file][entry.start : entry.stop]
+
     def read(self, name: str, start: int, stop: int) -> Rows:
         entry = self._entries[name]
         if entry.dtype not in _DTYPES:

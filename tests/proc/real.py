@@ -25,8 +25,8 @@ model = "{model}"
 [engine]
 dtype = "f32"
 page_tokens = 16
-step_tokens = 32
-num_pages = 256
+step_tokens = {step_tokens}
+num_pages = {num_pages}
 max_seqs = 16
 threads = 1
 allow_faults = true
@@ -64,14 +64,23 @@ class Deployment:
         transport: str = "nixl",
         deadline_s: float = 6.0,
         tp: tuple[int, int] = (1, 1),
+        num_pages: int = 256,
+        step_tokens: int = 32,
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ss-"))
         self.env = {**os.environ, "XDG_RUNTIME_DIR": str(self.home), "OMP_NUM_THREADS": "1"}
         self.name = name
         self.file = self.home / f"{name}.toml"
-        self.file.write_text(
-            FILE.format(name=name, model=model, transport=transport, deadline_s=deadline_s, tp=tp)
+        text = FILE.format(
+            name=name,
+            model=model,
+            transport=transport,
+            deadline_s=deadline_s,
+            tp=tp,
+            num_pages=num_pages,
+            step_tokens=step_tokens,
         )
+        self.file.write_text(text)
 
     def run(self, *words: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

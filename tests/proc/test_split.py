@@ -178,6 +178,33 @@ def test_kill_9_in_mid_request_is_an_answer_or_a_typed_error_and_then_all_is_wel
     pair.check()
 
 
+def test_two_checkpoints_of_one_shape_never_make_a_pair(model: Path, tmp_path: Path) -> None:
+    other = write_chat_checkpoint(tmp_path / "other", seed=1)
+    mismatched = Deployment(model, name="mismatched")
+    try:
+        text = mismatched.file.read_text().replace("[decode]\n", f'[decode]\nmodel = "{other}"\n')
+        mismatched.file.write_text(text)
+        done = mismatched.run("up", str(mismatched.file), "--detach")
+        assert done.returncode != 0, done.stdout
+        assert "weights differ" in done.stderr
+    finally:
+        mismatched.close()
+
+
+def test_a_prompt_of_twenty_thousand_tokens_crosses(tmp_path: Path) -> None:
+    long = write_chat_checkpoint(tmp_path / "long", max_position_embeddings=32768)
+    pair = Deployment(long, name="long", deadline_s=120.0, num_pages=1400, step_tokens=512)
+    pair.up()
+    try:
+        status, answer = pair.generate(prompt(20_000, 8), 3)
+        assert status == 200, answer
+        received = pair.call("decode-0", "/debug/handoffs")[1]["received"][-1]
+        assert (received["recomputations"], len(answer["output_ids"])) == (0, 3)
+        pair.check()
+    finally:
+        pair.close()
+
+
 def ready_again(pair: Deployment, name: str, old_rank: int) -> bool:
     process = pair.process(name)
     if process["phase"] != "ready" or not process["ranks"] or process["ranks"][0]["pid"] == old_rank:

@@ -190,6 +190,15 @@ def test_cards_that_describe_other_rows_are_refused(change: dict[str, object], s
         check_compatible(mine.card, theirs.card)
 
 
+def test_cards_of_other_weights_are_refused_though_every_row_has_their_shape() -> None:
+    spec = StateSpec("kv", 0, Growth.PAGED, 64, pieces=2)
+    rank = Rank([spec], page_tokens=8, rank=0, size=1, units=(Units(Kind.PAGE, (0,), 0, 0, 8),))
+    mine, theirs = (msgspec.structs.replace(rank.card, weights=name) for name in ("aa11", "bb22"))
+    check_compatible(mine, mine)
+    with pytest.raises(ConfigError, match=r"weights differ: .*aa11.*bb22"):
+        check_compatible(mine, theirs)
+
+
 def test_unequal_page_sizes_are_refused_with_both_numbers() -> None:
     spec = StateSpec("kv", 0, Growth.PAGED, 64)
     mine, theirs = (

@@ -19,6 +19,7 @@ from splitserve.dist.group import SoloGroup
 from splitserve.errors import WeightsError
 from splitserve.models.read import read_config
 from splitserve.models.registry import build
+from splitserve.weights.fingerprint import fingerprint
 from splitserve.weights.gguf import GgufFile
 from splitserve.weights.locate import Source, locate
 from splitserve.weights.open import open_checkpoint
@@ -54,6 +55,18 @@ def gguf_file(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------ right
+
+
+def test_a_fingerprint_tells_checkpoints_of_one_shape_apart_and_nothing_else(
+    hf: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(hf, tmp_path / "copy")
+    (copy / "README.md").write_text("beside the point")
+    other = tmp_path / "other"
+    write_checkpoint(other, "llama", num_hidden_layers=2, seed=1)
+    same, moved, quantised = (fingerprint(locate(path)) for path in (hf, copy, gguf_file))
+    assert same == moved
+    assert len({same, fingerprint(locate(other)), quantised, fingerprint(locate(hf), context="theta 2")}) == 4
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])

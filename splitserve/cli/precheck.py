@@ -1,0 +1,33 @@
+"""What can be known to be wrong about a deployment's models before any process is started. Reads headers, no weights."""
+
+from __future__ import annotations
+
+from splitserve.config import EngineConfig
+from splitserve.errors import SplitserveError
+from splitserve.launch.deployment import Deployment
+
+
+def check_models(deployment: Deployment) -> None:
+    """Raise the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP."""
+    for group in deployment.groups:
+        try:
+            _check_model(group.engine)
+        except SplitserveError as e:
+            e.message = f"[{group.role}] {e.message}"
+            raise
+
+
+def _check_model(engine: EngineConfig) -> None:
+    from splitserve.models import registry
+    from splitserve.models.read import read_config
+    from splitserve.spec import lay_out
+    from splitserve.weights.locate import locate
+    from splitserve.weights.open import open_checkpoint
+
+    source = locate(engine.model)
+    cfg = read_config(source)
+    if not engine.dummy_weights:
+        open_checkpoint(source)
+    dtype = engine.dtype if engine.dtype != "auto" else "bf16"
+    specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype)
+    lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
