@@ -24,6 +24,7 @@ from splitserve.launch.placement import ProcSpec
 from splitserve.launch.ports import Claims
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Outcome, Supervisor
+from splitserve.ops.kernels.archs import kernel_path
 
 FOLLOW_PAUSE_S = 0.2
 
@@ -35,9 +36,11 @@ def up(args: argparse.Namespace) -> int:
         check_models(deployment)
     if args.detach:
         return _detach(args, deployment)
-    specs = placement.place(topology.read(), deployment)
+    machine = topology.read()
+    specs = placement.place(machine, deployment)
+    path = _kernel_path(machine, specs)
     if args.dry_run:
-        return _dry_run(args, deployment, specs)
+        return _dry_run(args, deployment, specs, path)
     run_dir = RunDir(deployment.name)
     run_dir.acquire()
     code = 1
@@ -46,7 +49,7 @@ def up(args: argparse.Namespace) -> int:
             ports = claims.claim_all(specs)
             if args.detached:  # all that a person can get wrong has been said by now
                 _write_errors_to(run_dir.log("supervisor"))
-            outcome = _supervise(args, deployment, specs, run_dir, ports)
+            outcome = _supervise(args, deployment, specs, run_dir, ports, path=path)
         code = outcome.code
     finally:
         run_dir.release(keep_logs=code in (1, 2))
@@ -139,8 +142,11 @@ def _supervise(
     specs: list[ProcSpec],
     run_dir: RunDir,
     ports: dict[str, int],
+    *,
+    path: str,
 ) -> Outcome:
     shown = report.choose(as_json=args.json)
+    shown({"event": "kernels", "name": "kernels", "text": path})
 
     def tell(event: dict[str, Any]) -> None:
         shown(event)
@@ -154,6 +160,12 @@ def _supervise(
         return asyncio.run(supervisor.run())
     finally:
         shown.close()
+
+
+def _kernel_path(machine: topology.Topology, specs: list[ProcSpec]) -> str:
+    """Which kernels the engines of these processes take, so that nobody is on a fallback without knowing it."""
+    used = {index for spec in specs for index in spec.gpus}
+    return kernel_path([(g.name, g.arch) for g in machine.gpus if g.index in used])
 
 
 def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
@@ -197,20 +209,22 @@ def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
     return code or 1  # it has told why on stderr, which was ours until then
 
 
-def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec]) -> int:
+def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec], path: str) -> int:
     from splitserve.config import explain
 
     lines = [
         "settings that are not defaults:",
         *(f"  {line}" for line in explain(list(deployment.settings), only_set=True)),
     ]
+    lines += ["", f"kernels: {path}"]
     lines += ["", "placement:", *(f"  {line}" for line in placement.explain(specs)), "", "commands:"]
     shown = {f"{s.name}.{w.key}": w.port for s in specs for w in s.ports if w.port}
     for spec in specs:
         marks = {f"{s.name}.{w.key}": shown.get(f"{s.name}.{w.key}", 0) for s in specs for w in s.ports}
         lines.append(f"  splitserve {' '.join(fill(spec.argv, marks))}")
     lines.append("  (port 0 stands for one that is free when it starts)")
-    _print(args, {"name": deployment.name, "processes": [s.to_dict() for s in specs]}, lines)
+    body = {"name": deployment.name, "kernels": path, "processes": [s.to_dict() for s in specs]}
+    _print(args, body, lines)
     return 0
 
 
@@ -282,7 +296,7 @@ def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
             states += [state for state in [run_dir.read_state()] if state]
     for state in states:
         at = urlsplit(state["url"])
-        state["ready"] = asyncio.run(probe.ready(str(at.hostname), at.port or 80))
+        state["ready"] = asyncio.run(probe.ask(str(at.hostname), at.port or 80)).ready
     return states, ended
 
 

@@ -285,7 +285,10 @@ class Supervisor:
     async def _probe(self) -> None:
         """Ask the router until a token has come through every pair."""
         port = self._ports["router.http"]
-        while not await probe.ready(self._deployment.router.host, port):
+        while not (found := await probe.ask(self._deployment.router.host, port)).ready:
+            if found.hopeless:
+                self._feed(Stop(f"no token can come through: {found.hopeless}", 2))
+                return
             await asyncio.sleep(probe.PAUSE_S)
         self._feed(Probed())
 

@@ -135,6 +135,9 @@ class RouterApp:
             "proven": self._fleet.num_proven,
             "unproven": unproven,
             "down": problems,
+            "problems": {
+                pair: {"message": p.message, "code": p.code} for pair, p in self._fleet.problems.items()
+            },
         }
         responder.send_json(
             200 if self._fleet.ready else 503, body, () if self._fleet.ready else (("retry-after", "1"),)

@@ -25,7 +25,7 @@ _PASSED = (
     502,
     503,
 )  # other server errors become 502: 504 and the like mean something else to routers above us
-_FIRST_EVENT = b'data: {"error"'
+_ERROR_EVENT = b'data: {"error"'  # no text of an answer can hold it: there quotes are escaped
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Failure:
         return self.code == "overloaded"
 
     @property
+    def event(self) -> bytes:
+        """What a stream that has begun says of it: the engine's own words where it said some."""
+        return self.body if self.code else msgspec.json.encode({"error": self.error.to_dict()})
+
+    @property
     def blames(self) -> bool:
         """Whether it counts against the member's circuit: a full engine and a late request do not."""
         return self.may_retry and not self.needs_another
@@ -80,11 +85,20 @@ def of_answer(leg: Leg) -> Failure:
     )
 
 
-def of_first_event(member: Member, piece: bytes) -> Failure | None:
-    """The failure that a stream's first event tells, if that is what it is: the status was sent before it was known."""
-    if not piece.startswith(_FIRST_EVENT):
-        return None
-    payload = piece.partition(b"\n")[0].removeprefix(b"data: ")
+def of_events(member: Member, events: bytes, *, anywhere: bool) -> tuple[bytes, Failure | None]:
+    """(`events` before an error event, the failure that it tells): the status was sent before it was known.
+
+    Looks at the first event, or `anywhere`, which is for streams whose events pass whole.
+    """
+    at = events.find(_ERROR_EVENT)
+    if at < 0 or (at > 0 and not anywhere):
+        return events, None
+    told = _of_event(member, events[at:])
+    return (events, None) if told is None else (events[:at], told)
+
+
+def _of_event(member: Member, event: bytes) -> Failure | None:
+    payload = event.partition(b"\n")[0].removeprefix(b"data: ")
     error = _error_of(payload)
     if not error:
         return None

@@ -56,6 +56,14 @@ class LoadSnapshot:
     total_pages: int = 0
 
 
+@dataclass(frozen=True)
+class PairProblem:
+    """What stopped a token on its way through a pair; `code` as in errors.py: "config_error" will not go away."""
+
+    message: str
+    code: str
+
+
 @dataclass
 class Circuit:
     """Consecutive failures of requests on one member; opens after `max_failures`, tries again after `open_s`."""
@@ -154,6 +162,7 @@ class Fleet:
     def __init__(self, *, max_bad: int = 3, max_failures: int = 5, open_s: float = 5.0) -> None:
         self._members: dict[str, Member] = {}
         self._proven: set[tuple[str, str]] = set()  # (prefill id or "", answering id)
+        self._problems: dict[tuple[str, str], PairProblem] = {}
         self._num_made: dict[Role, int] = dict.fromkeys(Role, 0)
         self.version = 0  # changes with all that decides who can serve, but not with requests in flight
         self.tripped: set[str] = set()  # members whose circuit is not closed
@@ -244,13 +253,27 @@ class Fleet:
     def _unprove(self, member: Member) -> None:
         self.version += 1
         self._proven = {pair for pair in self._proven if member.id not in pair}
+        self._problems = {pair: why for pair, why in self._problems.items() if member.id not in pair}
 
     def prove(self, prefill: Member | None, answer: Member) -> None:
         """A token has come through this pair."""
         members = (answer,) if prefill is None else (prefill, answer)
         if all(m.healthy and m in self for m in members):  # else it came too late to count
             self._proven.add((prefill.id if prefill else "", answer.id))
+            self._problems.pop((prefill.id if prefill else "", answer.id), None)
             self.version += 1
+
+    def disprove(self, prefill: Member | None, answer: Member, problem: PairProblem) -> bool:
+        """No token came through this pair, and why. True where that is news."""
+        pair = (prefill.id if prefill else "", answer.id)
+        news = self._problems.get(pair) != problem
+        self._problems[pair] = problem
+        return news
+
+    @property
+    def problems(self) -> dict[str, PairProblem]:
+        """Why no token comes through a pair, by "prefill+decode"."""
+        return {"+".join(filter(None, pair)): why for pair, why in self._problems.items()}
 
     def is_proven(self, prefill: Member | None, answer: Member) -> bool:
         return (prefill.id if prefill else "", answer.id) in self._proven

@@ -8,6 +8,7 @@ from __future__ import annotations
 from splitserve.net.request import RawHeaders, status_line
 
 from .fleet import Route
+from .trail import HEADER as RESUME
 
 FORWARDED = frozenset(
     (
@@ -20,7 +21,8 @@ FORWARDED = frozenset(
     )
 )
 OURS = b"x-splitserve-router: 1\r\n"
-"""Tells decode that nobody puts prefill's prompt logprobs in front of its own, as sglang_router does."""
+"""Tells decode that nobody puts prefill's prompt logprobs in front of its own, as sglang_router does, and that its
+stream can be continued elsewhere (trail.py)."""
 
 _HOP_BY_HOP = frozenset(
     (
@@ -33,6 +35,7 @@ _HOP_BY_HOP = frozenset(
         b"transfer-encoding",
         b"upgrade",
         b"content-length",
+        RESUME,
     )
 )
 

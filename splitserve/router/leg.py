@@ -81,6 +81,11 @@ class Leg:
         """The engine answered with an error status."""
         return self.status >= 400
 
+    @property
+    def streams(self) -> bool:
+        """Whether the engine answers with server-sent events."""
+        return self.header(b"content-type").startswith(b"text/event-stream")
+
     def header(self, name: bytes, default: bytes = b"") -> bytes:
         for n, value in self.headers:
             if n.lower() == name:

@@ -32,6 +32,7 @@ class Metrics:
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
         self.num_retries = 0
+        self.num_resumed = 0
         self.num_stream_errors = 0
         self.num_probes = 0
         self.num_warnings = 0
@@ -49,6 +50,7 @@ class Metrics:
         ]
         for name, value in (
             ("retries_total", self.num_retries),
+            ("resumed_streams_total", self.num_resumed),
             ("stream_errors_total", self.num_stream_errors),
             ("probes_total", self.num_probes),
             ("open_circuit_routes_total", self.num_warnings),

@@ -1,16 +1,20 @@
 """One client request on its way through the router: tries, legs, first byte, end.
 
-            ┌──────────── another try: new route, new room ◀───────────┐
-            ▼                                                          │ failed, nothing sent yet
-    choose a route ─▶ both legs sent ─▶ waiting ── first body byte ─▶ committed ── end ─▶ ok
-            │                             │                            │
-         rejected                    4xx, or no try left           failed: SSE error event + [DONE]
+            ┌────── another try: new route, new room ◀──┬───────────────────────┐
+            ▼                                           │ failed                │ failed, and another can continue it
+    choose a route ─▶ both legs sent ─▶ waiting ────────┴── first body byte ─▶ begun ── end ─▶ ok
+            │                             │                                     │
+         rejected                    4xx, or no try left                    failed: SSE error event + [DONE]
             ▼                             ▼
         503 JSON                      that answer
 
 Until decode's first body byte the client has received nothing, so every failure has a truthful status and may be
-tried again with a new room. The client's head is decode's head, sent together with that byte. A body that is not a
-stream is kept until it is whole (up to leg.MAX_KEPT), so it is never cut.
+tried again with a new room. The client's head is decode's head, sent together with that byte: from then on the request
+is *committed*. A body that is not a stream is kept until it is whole (up to leg.MAX_KEPT), so it is never cut.
+
+A committed stream that breaks is continued by another engine if its own has told how (trail.py): the same request goes
+out with the tokens that came so far, and what the new engine sends follows what the client has. *Begun* is said of a
+try, *committed* of the request; they differ only while such a stream waits for its next engine.
 
 When prefill's connection breaks and no other prefill can take over, decode may still recover by computing the prompt
 itself: it has `prefill_grace_s` to show a byte.
@@ -36,6 +40,7 @@ from .heads import forwarded_lines, request_parts, response_head, route_lines
 from .leg import MAX_KEPT, Leg
 from .policy import Features
 from .rewrite import Prepared, merge_input_logprobs
+from .trail import Trail
 
 if TYPE_CHECKING:
     from .proxy import Proxy
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
 STALE_S = 0.1  # a reused connection lost so soon, without a byte, had been closed by the peer before we wrote
 RETRY_WINDOW_S = 0.7  # no try begins later than this after the first failure: an error is due within a second
 BACKOFF_S = 0.05  # before a try on the same engines, times the number of tries so far
+RESUME_EVERY_S = 0.1  # how often a stream that broke looks for an engine to continue it
+MAX_RESUMED = 3  # a request that has killed so many engines will kill the next one too
 
 
 class Relay:
@@ -51,6 +58,8 @@ class Relay:
     __slots__ = (
         "_answer",
         "_avoid",
+        "_begun",
+        "_client_full",
         "_committed",
         "_features",
         "_first_failure_at",
@@ -60,6 +69,7 @@ class Relay:
         "_last_failure",
         "_lines",
         "_num_kept",
+        "_num_resumed",
         "_num_tries",
         "_prefill",
         "_prepared",
@@ -69,6 +79,7 @@ class Relay:
         "_route",
         "_sent_at",
         "_timer",
+        "_trail",
         "deadline",
         "heard_at",
         "started_at",
@@ -92,7 +103,11 @@ class Relay:
         self._first_failure_at = 0.0
         self._last_failure: Failure | None = None
         self._timer: asyncio.TimerHandle | None = None  # of a grace or of the next try
-        self._committed = False
+        self._begun = False  # the current try has given bytes of its answer
+        self._committed = False  # the client has some
+        self._client_full = False
+        self._trail: Trail | None = None
+        self._num_resumed = 0
         self._framed = False
         self._kept: list[bytes] = []
         self._num_kept = 0
@@ -113,14 +128,14 @@ class Relay:
         proxy = self._proxy
         self._sent_at = now = proxy.now()
         route = proxy.chooser.choose(self._features, proxy.fleet, now, avoid=self._avoid)
+        last = self._last_failure
         if isinstance(route, Reject):
-            if self._last_failure is not None:
-                self._give_up(self._last_failure)
+            if last is not None:
+                self._give_up(last)
             else:
                 self._finish("rejected")
                 self._responder.fail(Overloaded(route.reason, retry_after_s=route.retry_after_s))
             return
-        last = self._last_failure
         if last is not None and last.needs_another and last.member in route.members:
             self._give_up(last)
             return
@@ -134,13 +149,14 @@ class Relay:
     def _send(self, route: Route) -> None:
         """Both legs at once, with the same bytes."""
         prepared = self._prepared
+        more = self._trail.field() if self._committed and self._trail is not None else b""
         self._answer = answer = Leg(route.answer, self, answers=True)
         if route.prefill is None:
-            body = prepared.plain()
+            body = prepared.plain(more)
             legs = [answer]
         else:
             host, port = route.prefill.origin.host, route.prefill.bootstrap_port
-            body = prepared.with_room(host, port, self._proxy.draw_room())
+            body = prepared.with_room(host, port, self._proxy.draw_room(), more)
             self._prefill = Leg(route.prefill, self, answers=False, keeps=prepared.wants_input_logprobs)
             legs = [self._prefill, answer]
         before, after = request_parts(self._request.method, self._request.target, self._lines, body)
@@ -154,14 +170,12 @@ class Relay:
     def on_piece(self, leg: Leg, piece: bytes) -> None:
         """Bytes of the answer."""
         self.heard_at = self._proxy.now()
-        if self._committed:
+        if self._begun and self._trail is None:
             self._send_on(leg, self._frame(piece))
-        elif leg.header(b"content-type").startswith(b"text/event-stream"):
-            told = failure.of_first_event(leg.member, piece)
-            if told is not None:
-                self._failed(told)
-                return
-            self._commit(leg, piece)
+        elif self._begun or leg.streams:
+            self._on_events(leg, piece)
+        elif self._committed:
+            self._failed(failure.of_loss(leg.member, "answered a stream's continuation with something else"))
         else:
             self._kept.append(piece)
             self._num_kept += len(piece)
@@ -169,11 +183,34 @@ class Relay:
                 self._commit(leg, b"".join(self._kept))
                 self._kept.clear()
 
+    def _on_events(self, leg: Leg, piece: bytes) -> None:
+        """Bytes of a stream: its first ones, or any of one that could be continued elsewhere."""
+        if not self._begun:
+            if not self._committed:
+                self._trail = Trail.of(leg.headers)
+            elif self._trail is None or not self._trail.continues(leg.headers):
+                self._failed(failure.of_loss(leg.member, "does not continue streams of other engines"))
+                return
+        trail = self._trail
+        whole = piece if trail is None else trail.take(piece)
+        whole, told = failure.of_events(leg.member, whole, anywhere=trail is not None)
+        if whole and not self._committed:
+            self._commit(leg, whole)
+        elif whole:
+            if not self._begun:
+                self._proxy.metrics.num_resumed += 1
+                self._begin(leg)
+            self._send_on(leg, self._frame(whole))
+        if told is not None:
+            self._failed(told)
+
     def on_leg_end(self, leg: Leg) -> None:
         if leg.refused:
-            if self._committed:
+            if self._begun:
                 return  # prefill's afterthought; decode speaks already
             self._failed(failure.of_answer(leg))
+        elif leg is self._answer and self._committed and not self._begun:
+            self._failed(failure.of_loss(leg.member, "ended a stream without an event"))
         elif leg is self._answer or (
             self._prefill is leg and self._answer is not None and self._answer.ended
         ):
@@ -183,7 +220,7 @@ class Relay:
         told = failure.of_loss(leg.member, lost.reason)
         if leg is not self._answer and self._answer is not None and self._answer.ended:
             self._answered()  # only prefill's logprobs are missing
-        elif leg is not self._answer and self._committed:
+        elif leg is not self._answer and self._begun:
             self._proxy.fleet.failed(leg.member, self._proxy.now())
         elif self._is_stale(lost):
             self._abandon()
@@ -199,7 +236,7 @@ class Relay:
 
     def _is_stale(self, lost: Lost) -> bool:
         soon = self._proxy.now() - self._sent_at < STALE_S
-        return lost.reused and not lost.received and soon and not self._committed
+        return lost.reused and not lost.received and soon and not self._begun
 
     def _can_replace(self, leg: Leg) -> bool:
         """Whether a route without this leg's member is there to be tried."""
@@ -218,11 +255,21 @@ class Relay:
     def _commit(self, leg: Leg, piece: bytes) -> None:
         """The client gets decode's head and `piece`. From here on nothing can be taken back."""
         self._committed = True
-        self._cancel_timer()
+        self._begin(leg)
         self._proxy.metrics.first_byte_s.observe(self.heard_at - self.started_at)
         self._framed = self._responder.takes_chunks
         framing = b"transfer-encoding: chunked\r\n" if self._framed else b"connection: close\r\n"
         self._send_on(leg, self._head(leg, framing) + self._frame(piece))
+
+    def _begin(self, leg: Leg) -> None:
+        """This try has given bytes: whatever failed before it is over."""
+        self._begun = True
+        self._cancel_timer()
+        self._num_tries = 0
+        self._first_failure_at = 0.0
+        self._avoid.clear()
+        if self._client_full and leg.upstream is not None:
+            leg.upstream.pause_reading()
 
     def _head(self, leg: Leg, framing: bytes) -> bytes:
         assert self._route is not None
@@ -262,6 +309,7 @@ class Relay:
         self._responder.end_raw(keep_alive=self._framed or not self._committed)
 
     def _client_takes_more(self, more: bool) -> None:
+        self._client_full = not more
         upstream = self._answer.upstream if self._answer is not None else None
         if upstream is None:
             return
@@ -273,12 +321,15 @@ class Relay:
     # -------------------------------------------------------------- failing
 
     def _failed(self, told: Failure) -> None:
-        """One try has failed. Before the first byte: another try, or the answer; after it: an error event."""
+        """One try has failed. Before the first byte: another try, or the answer; after it: go on, or an error event."""
         now = self._proxy.now()
         if told.blames:
             self._proxy.fleet.failed(told.member, now)
         if self._committed:
-            self._break_off(told.error)
+            if self._last:  # came together with the error event that ends this try
+                self._responder.write_raw(self._last)
+                self._last = b""
+            self._resume(told)
             return
         self._first_failure_at = self._first_failure_at or now
         self._last_failure = told
@@ -292,25 +343,46 @@ class Relay:
         alone = all(m.id in self._avoid for m in self._proxy.fleet if m.role is told.member.role)
         self._later(BACKOFF_S * self._num_tries if alone else 0.0)
 
+    def _resume(self, told: Failure) -> None:
+        """A stream that the client has begun to read broke: another engine goes on with it, now or soon."""
+        now = self._proxy.now()
+        looks_again = self._first_failure_at > 0
+        self._num_resumed += not looks_again
+        self._first_failure_at = self._first_failure_at or now
+        over = now - self._first_failure_at > self._proxy.config.resume_wait_s
+        if self._trail is None or not told.may_retry or over or self._num_resumed > MAX_RESUMED:
+            self._break_off(told.error, told.event)
+            return
+        self._trail.broken()
+        self._last_failure = told
+        self._avoid.add(told.member.id)
+        self._abandon()
+        self._later(RESUME_EVERY_S if looks_again else 0.0)
+
     def _later(self, delay_s: float) -> None:
         self._timer = self._proxy.loop.call_later(delay_s, self._try)
 
     def _give_up(self, told: Failure) -> None:
+        if self._committed:
+            self._resume(told)
+            return
         self._finish("client_error" if told.is_refusal else "engine_error" if told.status else "lost")
         if told.status:
             self._responder.send(told.status, told.body, told.content_type, told.headers)
         else:
             self._responder.fail(told.error)
 
-    def _break_off(self, error: SplitserveError) -> None:
+    def _break_off(self, error: SplitserveError, event: bytes = b"") -> None:
         """End a stream that has begun: an error event and [DONE] in whole frames; other bodies can only be cut."""
-        leg = self._answer
+        streams = self._trail is not None or (self._answer is not None and self._answer.streams)
         self._finish("lost" if isinstance(error, PeerLost) else "deadline")
-        if leg is None or not leg.header(b"content-type").startswith(b"text/event-stream"):
+        if not streams:
             self._responder.abort()
             return
         self._proxy.metrics.num_stream_errors += 1
-        last = b"\n\n" + sse.event(msgspec.json.encode({"error": error.to_dict()})) + sse.DONE
+        event = event or msgspec.json.encode({"error": error.to_dict()})
+        half = b"\n\n" if self._trail is None else b""  # ends an event that was cut
+        last = half + sse.event(event) + sse.DONE
         self._responder.write_raw(self._frame(last) + (b"0\r\n\r\n" if self._framed else b""))
         self._responder.end_raw(keep_alive=self._framed)
 
@@ -327,7 +399,7 @@ class Relay:
             return
         if self._route is None or now - max(self.heard_at, self._sent_at) < silence_s:
             return
-        for member in (self._route.answer,) if self._committed else self._route.members:
+        for member in (self._route.answer,) if self._begun else self._route.members:
             if not member.healthy:
                 self._failed(
                     failure.of_loss(member, f"silent for {silence_s:g} s and unhealthy ({member.problem})")
@@ -367,6 +439,7 @@ class Relay:
         if self._route is not None:
             self._proxy.fleet.end(self._route, self._features.num_blocks)
         self._route = self._answer = self._prefill = None
+        self._begun = False
         self._kept.clear()
         self._num_kept = 0
 

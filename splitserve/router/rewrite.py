@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.errors import RequestError
 
-OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "splitserve_resume")
 ROOM_SPACE = 1 << 16  # rooms that one request may use, one for each choice
 
 _NONE = msgspec.Raw(b"")
@@ -37,6 +37,7 @@ class Asked(msgspec.Struct):
     bootstrap_host: Any = msgspec.UNSET
     bootstrap_port: Any = msgspec.UNSET
     bootstrap_room: Any = msgspec.UNSET
+    splitserve_resume: Any = msgspec.UNSET
 
     @property
     def names_ours(self) -> bool:
@@ -46,6 +47,7 @@ class Asked(msgspec.Struct):
             and self.bootstrap_room is unset
             and self.bootstrap_host is unset
             and self.bootstrap_port is unset
+            and self.splitserve_resume is unset
         )
 
     @property
@@ -67,15 +69,15 @@ class Prepared(msgspec.Struct, frozen=True):
     wants_input_logprobs: bool
     prompt_text: bytes
 
-    def plain(self) -> bytes:
-        """For an engine that does both halves."""
-        return self.open_body.removesuffix(b",") + b"}"
+    def plain(self, more: bytes = b"") -> bytes:
+        """For an engine that does both halves. `more`: fields to add, with a comma behind each."""
+        return (self.open_body + more).removesuffix(b",") + b"}"
 
-    def with_room(self, host: str, port: int | None, room: int) -> bytes:
+    def with_room(self, host: str, port: int | None, room: int, more: bytes = b"") -> bytes:
         """For both legs of a pair."""
         port_text = b"null" if port is None else b"%d" % port
-        parts = (self.open_body, _encode(host), port_text, room)
-        return b'%s"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d}' % parts
+        parts = (self.open_body, more, _encode(host), port_text, room)
+        return b'%s%s"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d}' % parts
 
 
 def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prepared:

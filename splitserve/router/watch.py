@@ -19,7 +19,7 @@ from splitserve.errors import PeerLost, SplitserveError
 from splitserve.net.client import Client, ClientResponse, Unreachable
 from splitserve.types import Role
 
-from .fleet import Fleet, LoadSnapshot, Member
+from .fleet import Fleet, LoadSnapshot, Member, PairProblem
 from .rewrite import prepare
 
 PROBE_BODY = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
@@ -27,6 +27,16 @@ PROBE_TIMEOUT_S = 60.0  # the first token of a cold engine takes long
 HEALTH_TIMEOUT_S = 3.0  # a machine whose every core computes answers late; death is seen by other means
 
 _log = log.get(__name__)
+
+
+class _Refused(PeerLost):
+    """An engine answered, with an error of its own."""
+
+    def __init__(self, member_id: str, answer: ClientResponse) -> None:
+        told = _error_of(answer)
+        text = told.get("message") or answer.body[:300].decode(errors="replace")
+        super().__init__(f"{member_id} answered {answer.status}: {text}")
+        self.code_told = str(told.get("code") or self.code)
 
 
 class Watch:
@@ -48,7 +58,6 @@ class Watch:
         self._headers = (*headers, ("content-type", "application/json"))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._proving: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._last_problem: dict[tuple[str, str], str] = {}
         self.num_probes = 0
 
     def start(self) -> None:
@@ -131,16 +140,14 @@ class Watch:
     async def _prove(self, prefill: Member | None, answer: Member) -> None:
         """Send one token through; say why not when that changes."""
         name = f"{prefill.id} and {answer.id}" if prefill else answer.id
-        key = (prefill.id if prefill else "", answer.id)
         self.num_probes += 1
         try:
             await self._one_token(prefill, answer)
         except SplitserveError as e:
-            if self._last_problem.get(key) != e.message:
+            code = e.code_told if isinstance(e, _Refused) else e.code
+            if self._fleet.disprove(prefill, answer, PairProblem(e.message, code)):
                 _log.warning("no token came through %s: %s", name, e.message)
-            self._last_problem[key] = e.message
             return
-        self._last_problem.pop(key, None)
         self._fleet.prove(prefill, answer)
         _log.info("a token came through %s", name)
 
@@ -168,9 +175,7 @@ class Watch:
             "POST", url, body=body, headers=self._headers, timeout_s=PROBE_TIMEOUT_S
         )
         if found.status != 200 or not found.body:
-            raise PeerLost(
-                f"{member.id} answered {found.status}: {found.body[:300].decode(errors='replace')}"
-            )
+            raise _Refused(member.id, found)
 
 
 def read_load(answer: ClientResponse) -> LoadSnapshot:
@@ -186,6 +191,16 @@ def read_load(answer: ClientResponse) -> LoadSnapshot:
     waiting = sums["num_waiting_reqs"]
     running = max(0, sums["num_reqs"] - waiting)
     return LoadSnapshot(running, waiting, sums["queued_tokens"], sums["free_pages"], sums["total_pages"])
+
+
+def _error_of(answer: ClientResponse) -> dict[str, Any]:
+    """The `error` object of an OpenAI error body; empty where there is none."""
+    try:
+        decoded = msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return {}
+    told = decoded.get("error") if isinstance(decoded, dict) else None
+    return told if isinstance(told, dict) else {}
 
 
 def _decoded(answer: ClientResponse) -> Any:
