@@ -126,6 +126,9 @@ class RouterConfig:
     idle_timeout_s: float = _f(75.0, "a kept-alive connection may idle this long", low=0.1)
     health_interval_s: float = _f(1.0, "time between health checks", low=0.05)
     retries: int = _f(2, "more tries of a request before its first body byte", low=0)
+    resume_wait_s: float = _f(
+        0.7, "a stream that broke waits so long for an engine that can continue it", low=0
+    )
     drain_s: float = _f(
         10.0, "most time a stop waits for running requests; in a deployment, [deployment] says it", low=0
     )

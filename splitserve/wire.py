@@ -34,7 +34,11 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Run one request (one choice). `half` says which part of a split request this engine does, if any."""
+    """Run one request (one choice). `half` says which part of a split request this engine does, if any.
+
+    Tokens behind `num_prompt` were emitted by another engine, whose work this one continues: they count towards
+    max_tokens, penalties and the like, and the next token is the one that engine would have emitted.
+    """
 
     rid: Rid
     tokens: list[int]

@@ -64,8 +64,9 @@ def say(text: str, *, end: bool = True, best: int = 2) -> Script:
             for i, t in enumerate(request.tokens[: request.num_prompt])
         )
         events: list[Item] = []
-        limit = 1 if request.half == "prefill" else sampling.max_tokens
-        for i, token in enumerate(wanted[:limit]):
+        begun = len(request.tokens) - request.num_prompt  # emitted by another engine
+        limit = begun + 1 if request.half == "prefill" else sampling.max_tokens
+        for i, token in list(enumerate(wanted[:limit]))[begun:]:
             stop = token in sampling.stop_token_ids and i + 1 >= sampling.min_tokens
             last = stop or i + 1 == limit
             events.append(
@@ -77,8 +78,8 @@ def say(text: str, *, end: bool = True, best: int = 2) -> Script:
                     else (),
                     finish=(FinishReason.STOP if stop else FinishReason.LENGTH) if last else None,
                     matched_stop=token if stop else None,
-                    num_cached=3 if i == 0 else 0,
-                    prompt_logprobs=prompt if i == 0 and sampling.prompt_logprobs is not None else (),
+                    num_cached=3 if i == begun else 0,
+                    prompt_logprobs=prompt if i == begun and sampling.prompt_logprobs is not None else (),
                 )
             )
             if stop:

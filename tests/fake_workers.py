@@ -251,6 +251,39 @@ def cut_json(*, after_s: float = 0.0) -> Behaviour:
     return behave
 
 
+def continues(
+    count: int = 4,
+    *,
+    dies_after: int | None = None,
+    half_event: bool = False,
+    error: bytes = b"",
+    gap_s: float = 0.0,
+) -> Behaviour:
+    """As our engines stream to our router: token i is told before event i, and a stream may begin in the middle.
+
+    Cut before event `dies_after`, in the middle of that event if `half_event`, after the event `error` if there is one.
+    """
+
+    async def behave(seen: Seen, line: Line) -> None:
+        begun = len((seen.body.get("splitserve_resume") or {"tokens": []})["tokens"])
+        ticket = json.dumps({"num_tokens": begun, "seed": 7, "answer_id": "a", "created": 1}).encode()
+        await line.raw(STREAM_HEAD[:-2] + b"x-splitserve-resume: " + ticket + b"\r\n\r\n")
+        for i, event in list(enumerate(tokens(count)))[begun:]:
+            if i == dies_after:
+                if half_event:
+                    await line.frame(b":%d\n%s" % (i, event[:15]))
+                if error:
+                    await line.frame(error + b"data: [DONE]\n\n")
+                await asyncio.sleep(0.005)
+                line.cut()
+                raise ConnectionResetError
+            await line.frame(b":%d\n%s" % (i, event) if i < count else event)
+            await asyncio.sleep(gap_s)
+        await line.raw(b"0\r\n\r\n")
+
+    return behave
+
+
 def silent(*, head: bool = False) -> Behaviour:
     """Nothing (or only a stream's head) until the client leaves."""
 

@@ -33,11 +33,11 @@ def may_share(req: Request, running: Sequence[Request], *, page_tokens: int) -> 
 
     So it is with the choices of one request. A prompt that is to be rated is computed whole by each.
     """
-    if req.num_prompt <= page_tokens or req.sampling.prompt_logprobs is not None:
+    if req.num_given <= page_tokens or req.sampling.prompt_logprobs is not None:
         return False
-    prompt = req.tokens[: req.num_prompt]
+    given = req.tokens[: req.num_given]
     return any(
-        r.num_prompt == req.num_prompt and r.num_done < r.num_prompt and r.tokens[: r.num_prompt] == prompt
+        r.num_given == req.num_given and r.num_done < r.num_given and r.tokens[: r.num_given] == given
         for r in running
     )
 

@@ -4,6 +4,8 @@
              0       num_done                  len(tokens)   num_tokens
                         ^ state is in the cache up to here
              num_planned: state that is there or that a launched step will put there
+             num_given: tokens it came with. More than num_prompt when another engine emitted some of them:
+                        such a request goes on where that one stopped, and its handoff carries all of them
 
 `num_tokens` counts tokens that launched steps will sample although nobody knows them yet, so that step n + 1
 can be planned before step n is applied.
@@ -39,6 +41,7 @@ class Request:
     priority: int = 0
     deadline: float = 0.0
     arrived: float = 0.0
+    num_given: int = 0  # 0: all of `tokens`
 
     phase: Phase = Phase.WAITING
     holding: Holding | None = None
@@ -54,6 +57,9 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish: FinishReason | None = None
     error: SplitserveError | None = None
+
+    def __post_init__(self) -> None:
+        self.num_given = self.num_given or len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -75,8 +81,8 @@ class Request:
 
     @property
     def max_emitted(self) -> int:
-        """Tokens it may emit here: a prefill half stops after the first."""
-        return 1 if self.half == "prefill" else self.sampling.max_tokens
+        """Tokens it may have emitted in all when it ends here: a prefill half stops after one of its own."""
+        return self.num_given - self.num_prompt + 1 if self.half == "prefill" else self.sampling.max_tokens
 
     @property
     def needs_history(self) -> bool:

@@ -106,7 +106,7 @@ class Scheduler:
         if req.phase is not Phase.ARRIVING:
             raise InvariantError(f"{rid} arrived in phase {req.phase.value}")
         req.in_transfer, req.met_peer = False, True
-        req.num_done = req.num_planned = req.num_prompt
+        req.num_done = req.num_planned = req.num_given
         req.num_cached = num_cached
         req.phase = Phase.RUNNING
         self.running.append(req)
@@ -334,7 +334,7 @@ class Scheduler:
             if finish:
                 break
         self.counters.output_tokens += len(taken)
-        first = req.num_emitted == len(taken)
+        first = len(req.tokens) == req.num_given + len(taken)
         leaves = finish is not None and req.half == "prefill" and req.in_transfer
         self.events.append(
             TokenEvent(
@@ -343,7 +343,7 @@ class Scheduler:
                 logprobs=sampled.logprobs[: len(taken)],
                 finish=None if leaves else finish,  # a prefill half ends when its rows have left
                 matched_stop=matched,
-                num_cached=req.num_cached if first else 0,
+                num_cached=min(req.num_cached, req.num_prompt) if first else 0,
                 prompt_logprobs=tuple(req.prompt_logprobs) if first else (),
             )
         )

@@ -53,7 +53,7 @@ class Transfers:
         """A half of a split request has come in. Raises RequestError when its room is in use or missing."""
         room = _room_of(req)
         if req.half == "prefill":
-            self.sender.open(room.id, req.num_prompt, now=now, deadline=self._deadline(req, now))
+            self.sender.open(room.id, req.num_given, now=now, deadline=self._deadline(req, now))
             self._sending[room.id] = req.rid
             return
         if room.id in self._receiving:
@@ -161,7 +161,7 @@ class Transfers:
     def _computed(self, req: Request, start: int, stop: int, sampled: Sampled | None, now: float) -> None:
         room = _room_of(req)
         assert req.holding is not None
-        stop = min(stop, req.num_prompt)
+        stop = min(stop, req.num_given)
         first = None
         if sampled and sampled.tokens:
             first = FirstToken(
@@ -178,10 +178,10 @@ class Transfers:
         room = _room_of(req)
         assert req.holding is not None
         start = req.holding.num_cached
-        units = self._scheduler.cache.units(req.holding, start, req.num_prompt)
+        units = self._scheduler.cache.units(req.holding, start, req.num_given)
         deadline = self._deadline(req, req.arrived)
         try:
-            self.receiver.open(room, req.num_prompt, start=start, units=units, now=now, deadline=deadline)
+            self.receiver.open(room, req.num_given, start=start, units=units, now=now, deadline=deadline)
         except SplitserveError as e:
             self._receiving.pop(room.id)
             self._scheduler.fail(req.rid, e)

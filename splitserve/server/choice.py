@@ -9,6 +9,7 @@ The token of an end (matched_stop) counts as output but has no text, unless the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from splitserve.text.detokenizer import Detokenizer
@@ -42,6 +43,7 @@ class Delta:
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
     ending: Ending | None = None
+    num_tokens: int = 0  # of the choice, with those of this event
 
 
 class Choice:
@@ -95,7 +97,18 @@ class Choice:
         if delta.ending is not None:
             self.ending = delta.ending
         self.text += delta.text
+        delta.num_tokens = len(self.tokens)
         return delta
+
+    def replay(self, tokens: Sequence[int]) -> bool:
+        """Take tokens that were shown elsewhere, as far as they can be. True when they end the answer."""
+        delta = Delta()
+        for token in tokens:
+            self._add(token, None, delta)
+            if delta.ending is not None:
+                return True
+        self.text = delta.text
+        return False
 
     def _add(self, token: int, logprobs: TokenLogprobs | None, delta: Delta) -> None:
         self.tokens.append(token)

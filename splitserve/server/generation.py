@@ -22,6 +22,7 @@ from .answer import Shape, error_events
 from .intake import Intake
 from .job import ClientLeft, Job, Run
 from .openai_answer import ChatForm, CompletionForm, OpenAIShape
+from .resumption import ticket_header
 from .sequential import handed_over
 from .service import Service
 from .sglang import SglangShape
@@ -94,14 +95,15 @@ class Generation:
 
 async def _stream(run: Run, shape: Shape, responder: Responder) -> str:
     """Events until all choices have ended. Returns the status for the metrics."""
-    responder.start_stream(headers=(("cache-control", "no-cache"),))
+    responder.start_stream(headers=(("cache-control", "no-cache"), *ticket_header(run.job.ticket)))
     try:
-        while deltas := await run.take():
-            events = shape.frames(deltas)
-            if events:
+        while not run.ended:
+            events = shape.frames(await run.take())
+            if run.ended:  # in one write: a router that lost us between the two could not tell how it ends
+                responder.end(events + shape.last() + sse.DONE)
+            elif events:
                 responder.write(events)
                 await responder.drain()
-        responder.end(shape.last() + sse.DONE)
     except SplitserveError as e:
         responder.end(error_events(e))
         return f"error:{e.code}"

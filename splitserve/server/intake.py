@@ -19,19 +19,17 @@ from splitserve.text.tokenizer import Tokenizer
 from splitserve.types import Grammar, Role
 from splitserve.wire import Room
 
-from . import fields, params, rooms, sequential, structured
+from . import fields, params, resumption, rooms, sequential, structured
 from .body import read_object, typed
 from .job import Job, Prompt
 from .openai import ChatBody, CompletionBody, OpenAIFields, chat_logprobs, check_fixed, messages_of
 from .openai_answer import Style
 from .params import ModelLimits, SamplingFields, TextRules
+from .resumption import FIELD, OWN_ROUTER, Resume, Ticket
 from .sglang import GenerateBody, GenerateStyle, SglangSampling, logprobs_of
 
 ANY_MODEL = ("", "unknown", "default")
 """Names that ask for no model in particular; sglang_router writes "unknown" when its client named none."""
-
-OWN_ROUTER = "x-splitserve-router"
-"""Header by which our router says that it passes decode's answer on as it is."""
 
 COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128
 """Output where the client names no number: what the two protocols promise."""
@@ -60,6 +58,7 @@ class Intake:
         if body.max_completion_tokens is not None and body.max_tokens is not None:
             raise RequestError("give max_tokens or max_completion_tokens, not both", field="max_tokens")
         name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        style = self._style(body, headers, prefix="chatcmpl", logprobs=best, echo=False)
         wish = _Wish(
             endpoint="chat",
             prompts=(prompt,),
@@ -71,9 +70,12 @@ class Intake:
             logprobs=best,
             rid=body.rid or body.request_id or headers.get("x-request-id"),
             grammar=await structured.grammar_of(body),
+            answer_id=style.answer_id,
+            created=style.created,
+            resume=body.splitserve_resume,
+            traced=OWN_ROUTER in headers,
         )
-        job = self._job(body, wish, stream=body.stream, priority=body.priority, place=body)
-        return job, self._style(body, prefix="chatcmpl", logprobs=best, echo=False)
+        return self._job(body, wish, stream=body.stream, priority=body.priority, place=body), style
 
     async def completion_job(self, raw: bytes, headers: Mapping[str, str]) -> tuple[Job, Style]:
         """A body of /v1/completions."""
@@ -86,6 +88,7 @@ class Intake:
             params.in_range(body.logprobs, "logprobs", low=0, high=params.MAX_LOGPROBS)
         echo = bool(body.echo)
         special = body.add_special_tokens is not False
+        style = self._style(body, headers, prefix="cmpl", logprobs=body.logprobs, echo=echo)
         wish = _Wish(
             endpoint="completions",
             prompts=await self._prompts(body.prompt, "prompt", add_special=special),
@@ -98,9 +101,12 @@ class Intake:
             prompt_logprobs=body.logprobs if echo else None,
             rid=body.rid or body.request_id or headers.get("x-request-id"),
             grammar=await structured.grammar_of(body),
+            answer_id=style.answer_id,
+            created=style.created,
+            resume=body.splitserve_resume,
+            traced=OWN_ROUTER in headers,
         )
-        job = self._job(body, wish, stream=body.stream, priority=body.priority, place=body)
-        return job, self._style(body, prefix="cmpl", logprobs=body.logprobs, echo=echo)
+        return self._job(body, wish, stream=body.stream, priority=body.priority, place=body), style
 
     async def generate_job(self, raw: bytes, headers: Mapping[str, str]) -> tuple[Job, GenerateStyle]:
         """A body of /generate."""
@@ -120,6 +126,8 @@ class Intake:
             raise RequestError("give exactly one of text and input_ids", field="text")
         best, prompt_best = logprobs_of(body)
         given: Any = body.text if body.text is not None else body.input_ids
+        resume = resumption.taken(body.splitserve_resume, headers)
+        made_up = resume.ticket.answer_id if resume else secrets.token_hex(12)
         wish = _Wish(
             endpoint="generate",
             prompts=await self._prompts(given, "text" if body.text is not None else "input_ids"),
@@ -130,9 +138,12 @@ class Intake:
             seed=next((s for s in (sampling.sampling_seed, sampling.seed, body.seed) if s is not None), None),
             logprobs=best,
             prompt_logprobs=prompt_best,
-            rid=body.rid or headers.get("x-request-id"),
+            rid=body.rid or headers.get("x-request-id") or made_up,
             grammar=await structured.grammar_of(sampling, prefix),
             prefix=prefix,
+            answer_id=made_up,
+            resume=resume,
+            traced=OWN_ROUTER in headers,
         )
         job = self._job(sampling, wish, stream=body.stream, priority=body.priority, place=body)
         many = isinstance(given, list) and isinstance(given[0], list | str)
@@ -206,16 +217,7 @@ class Intake:
         place: sequential.SequentialFields,
     ) -> Job:
         n = params.num_choices(body, wish.prefix)
-        budgets = [
-            params.token_budget(
-                wish.max_tokens,
-                name=wish.max_name,
-                num_prompt=len(p.tokens),
-                limits=self.limits,
-                default=wish.default_tokens,
-            )
-            for p in wish.prompts
-        ]
+        budgets = self._budgets(wish)
         min_tokens = int(
             params.in_range(wish.min_tokens or 0, f"{wish.prefix}min_tokens", low=0, high=self.limits.max_len)
         )
@@ -233,6 +235,10 @@ class Intake:
             sequential.meeting(place, self.place), self.place, num_prompts=len(wish.prompts), n=n
         )
         half = self.place.role.value if met else ""
+        seeds = _seeds(wish, num_prompts=len(wish.prompts), n=n, met=met)
+        ticket, emitted = self._continuing(
+            wish, seeds, budgets=budgets, n=n, told=bool(stream) and half != Role.PREFILL
+        )
         keep_stop = isinstance(body, OpenAIFields) and bool(body.include_stop_str_in_output)
         rules = params.text_rules(body, keep_stop=keep_stop, prefix=wish.prefix)
         return Job(
@@ -241,7 +247,7 @@ class Intake:
             prompts=wish.prompts,
             n=n,
             sampling=sampling,
-            seeds=_seeds(wish.seed, f"{wish.prefix}seed", num_prompts=len(wish.prompts), n=n, met=met),
+            seeds=seeds,
             # Prefill's one token ends nothing there: a stop would take the handoff back.
             rules=rules if half != Role.PREFILL else TextRules(skip_special=rules.skip_special),
             rooms=met,
@@ -252,17 +258,59 @@ class Intake:
             stream=bool(stream),
             answers_first=sequential.answers_first(place),
             discard=max(budgets) == 0,
+            emitted=emitted,
+            ticket=ticket,
         )
 
-    def _style(self, body: OpenAIFields, *, prefix: str, logprobs: int | None, echo: bool) -> Style:
+    def _budgets(self, wish: _Wish) -> list[int]:
+        """Tokens that a choice of each prompt may emit."""
+        return [
+            params.token_budget(
+                wish.max_tokens,
+                name=wish.max_name,
+                num_prompt=len(p.tokens),
+                limits=self.limits,
+                default=wish.default_tokens,
+            )
+            for p in wish.prompts
+        ]
+
+    def _continuing(
+        self, wish: _Wish, seeds: tuple[int, ...], *, budgets: list[int], n: int, told: bool
+    ) -> tuple[Ticket | None, tuple[int, ...] | None]:
+        """(what our router needs to continue this answer elsewhere, tokens that were emitted elsewhere already)."""
+        single = len(budgets) * n == 1 and wish.logprobs is None and wish.prompt_logprobs is None
+        if wish.resume is None:
+            wanted = wish.traced and told and single and budgets[0] > 0
+            answer_id = wish.answer_id if wish.answer_id.isascii() else ""  # it goes into a header
+            return Ticket(0, seeds[0], answer_id, wish.created) if wanted else None, None
+        tokens = wish.resume.tokens
+        if tokens:
+            params.check_tokens(tokens, f"{FIELD}.tokens", limits=self.limits)
+        if not single or len(tokens) >= budgets[0]:
+            raise RequestError("no stream of this request can be continued from these tokens", field=FIELD)
+        ticket = msgspec.structs.replace(wish.resume.ticket, num_tokens=len(tokens))
+        return ticket if told else None, tuple(tokens)
+
+    def _style(
+        self,
+        body: OpenAIFields,
+        headers: Mapping[str, str],
+        *,
+        prefix: str,
+        logprobs: int | None,
+        echo: bool,
+    ) -> Style:
+        resume = resumption.taken(body.splitserve_resume, headers)
         options = body.stream_options
         if options is not None and not body.stream:
             raise RequestError("stream_options needs stream: true", field="stream_options")
         given = body.rid or body.request_id
+        made_up = resume.ticket.answer_id if resume else f"{prefix}-{secrets.token_hex(12)}"
         return Style(
             model=self.names[0],
-            created=int(time.time()),
-            answer_id=given if isinstance(given, str) else f"{prefix}-{secrets.token_hex(12)}",
+            created=resume.ticket.created if resume else int(time.time()),
+            answer_id=given if isinstance(given, str) and given else made_up,
             include_usage=bool(options and (options.include_usage or options.continuous_usage_stats)),
             continuous_usage=bool(options and options.continuous_usage_stats),
             logprobs=logprobs,
@@ -285,6 +333,10 @@ class _Wish(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | list[str] | None = None
     grammar: Grammar | None = None
     prefix: str = ""
+    answer_id: str = ""  # as the answer will show it
+    created: int = 0
+    resume: Resume | None = None
+    traced: bool = False  # our router can continue the answer elsewhere
 
 
 def _rids(wish: _Wish, num_choices: int) -> tuple[str, ...]:
@@ -300,10 +352,11 @@ def _rids(wish: _Wish, num_choices: int) -> tuple[str, ...]:
     return rids
 
 
-def _seeds(given: int | None, name: str, *, num_prompts: int, n: int, met: Sequence[Room]) -> tuple[int, ...]:
+def _seeds(wish: _Wish, *, num_prompts: int, n: int, met: Sequence[Room]) -> tuple[int, ...]:
     """One for each prompt. Without a seed the halves of a split request find the same one from their room."""
+    given = wish.seed if wish.resume is None else wish.resume.ticket.seed
     if given is not None:
-        params.in_range(given, name, low=-(2**63), high=2**64 - 1)
+        params.in_range(given, f"{wish.prefix}seed", low=-(2**63), high=2**64 - 1)
         return (given % 2**64,) * num_prompts
     if met:
         return tuple(rooms.derived_seed(met[p * n].id) for p in range(num_prompts))

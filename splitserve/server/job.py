@@ -18,6 +18,7 @@ from splitserve.text.tokenizer import Tokenizer
 from splitserve.types import FinishReason, Rid, SamplingParams, TokenEvent
 from splitserve.wire import Generate, Room
 
+from . import resumption
 from .choice import Choice, Delta
 from .engine_link import EngineLink, Inbox
 from .metrics import Metrics
@@ -54,6 +55,8 @@ class Job:
     stream: bool = False
     answers_first: bool = False  # prefill's half, whose answer does not wait for decode (sequential.py)
     discard: bool = False  # no output is wanted (max_tokens 0)
+    emitted: tuple[int, ...] | None = None  # continues the one choice after these tokens (resumption.py)
+    ticket: resumption.Ticket | None = None  # our router is told which tokens each event shows
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -61,7 +64,10 @@ class Job:
 
 
 class Run:
-    """One job in the engine. `close` must be called in the end, whatever happened."""
+    """One job in the engine. `close` must be called in the end, whatever happened.
+
+    RequestError for a job that continues an answer which is complete.
+    """
 
     def __init__(
         self,
@@ -91,6 +97,9 @@ class Run:
             )
             for _ in job.rids
         ]
+        if job.emitted is not None:
+            resumption.replay(self.choices[0], job.emitted)
+        self.trail = resumption.Trail(self.choices[0]) if job.ticket is not None else None
         serial = link.next_serial()  # engine rids are unique although clients choose theirs
         self._open = {i: f"{rid}#{serial}.{i}" for i, rid in enumerate(job.rids)}
         self._last = [0.0] * len(job.rids)  # when the last token of each choice came; 0 before the first
@@ -112,6 +121,11 @@ class Run:
         return self._clock() - self.arrived
 
     @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    @property
     def all_begun(self) -> bool:
         """Whether every choice has a token."""
         return all(self._last)
@@ -124,7 +138,7 @@ class Run:
             tokens = job.prompts[prompt].tokens
             request = Generate(
                 rid=rid,
-                tokens=tokens,
+                tokens=[*tokens, *job.emitted] if job.emitted else tokens,
                 num_prompt=len(tokens),
                 sampling=msgspec.structs.replace(job.sampling, seed=job.seeds[prompt], choice=i),
                 half=job.half,
@@ -135,6 +149,10 @@ class Run:
             self._link.submit(request, self._inbox, index=index)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._deadline_s + GRACE_S, self._expire)
+
+    def comment(self, delta: Delta) -> bytes:
+        """What goes before the event that shows `delta`: its tokens, where our router wants them."""
+        return self.trail.upto(delta.num_tokens) if self.trail is not None else b""
 
     async def take(self) -> list[tuple[int, Delta]]:
         """What has come since the last call; [] when every choice has ended. Raises the request's error."""

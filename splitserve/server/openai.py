@@ -12,6 +12,7 @@ import msgspec
 from splitserve.errors import RequestError
 
 from .params import MAX_LOGPROBS, SamplingFields, in_range
+from .resumption import Resume
 from .sequential import KvTransferParams
 from .structured import StructuredOutputs
 
@@ -45,6 +46,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
     kv_transfer_params: KvTransferParams | None = None
+    splitserve_resume: Resume | None = None  # from our router only
 
 
 class ChatBody(OpenAIFields, kw_only=True):

@@ -49,7 +49,7 @@ class OpenAIShape:
         self._run = run
         self._style = style
         self._form = form
-        self._begun: set[int] = set()
+        self._begun: set[int] = set() if run.job.emitted is None else {0}
         self._entries: list[list[Entry]] = [[] for _ in run.choices]
         self._head = {
             "id": style.answer_id,
@@ -75,7 +75,7 @@ class OpenAIShape:
             chunk: dict[str, Any] = {**self._head, "choices": [self._form.chunk(index, delta, first=first)]}
             if self._style.include_usage:
                 chunk["usage"] = self._usage() if self._style.continuous_usage else None
-            out.append(event(chunk))
+            out.append(self._run.comment(delta) + event(chunk))
         return b"".join(out)
 
     def last(self) -> bytes:

@@ -19,6 +19,7 @@ from .answer import event
 from .choice import Choice, Delta, Ending
 from .job import Run
 from .params import MAX_LOGPROBS, SamplingFields, in_range
+from .resumption import Resume
 from .sequential import KvTransferParams
 
 
@@ -46,6 +47,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
     kv_transfer_params: KvTransferParams | None = None
+    splitserve_resume: Resume | None = None  # from our router only
 
 
 def logprobs_of(body: GenerateBody) -> tuple[int | None, int | None]:
@@ -86,7 +88,9 @@ class SglangShape:
 
     def frames(self, deltas: list[tuple[int, Delta]]) -> bytes:
         newest = dict(deltas)  # every event is cumulative: the last one says all
-        return b"".join(event(self._answer(i, streamed=True)) for i in newest)
+        return b"".join(
+            self._run.comment(delta) + event(self._answer(i, streamed=True)) for i, delta in newest.items()
+        )
 
     def last(self) -> bytes:
         return b""

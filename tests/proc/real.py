@@ -34,6 +34,7 @@ allow_faults = true
 tp = {tp[0]}
 [decode]
 tp = {tp[1]}
+replicas = {decodes}
 [transfer]
 transport = "{transport}"
 deadline_s = {deadline_s}
@@ -64,6 +65,7 @@ class Deployment:
         transport: str = "nixl",
         deadline_s: float = 6.0,
         tp: tuple[int, int] = (1, 1),
+        decodes: int = 1,
         num_pages: int = 256,
         step_tokens: int = 32,
     ) -> None:
@@ -77,6 +79,7 @@ class Deployment:
             transport=transport,
             deadline_s=deadline_s,
             tp=tp,
+            decodes=decodes,
             num_pages=num_pages,
             step_tokens=step_tokens,
         )

@@ -272,6 +272,48 @@ def test_a_decode_half_goes_on_with_the_rows_its_peer_wrote() -> None:
     assert world.scheduler.counters.recomputations == 0
 
 
+@pytest.mark.parametrize("emitted", [1, 3, 6])
+def test_a_request_goes_on_where_another_engine_stopped(emitted: int) -> None:
+    prompt = list(range(10, 21))
+    whole = expected(prompt, 8)
+    world = World(make())
+    world.scheduler.add(
+        Request("r", [*prompt, *whole[:emitted]], len(prompt), SamplingParams(max_tokens=8)), 0
+    )
+    world.run()
+    assert world.got["r"] == whole[emitted:]
+    assert world.finish["r"] is FinishReason.LENGTH
+
+
+def test_halves_go_on_where_another_engine_stopped() -> None:
+    """The handoff carries the rows of emitted tokens too; prefill adds one token, decode the others."""
+    prompt = list(range(10, 21))
+    whole = expected(prompt, 8)
+    given = [*prompt, *whole[:3]]
+    sampling = SamplingParams(max_tokens=8)
+    prefill = World(make())
+    prefill.scheduler.add(
+        Request("p", list(given), len(prompt), sampling, half="prefill", room=Room(7, "h", 1)), 0
+    )
+    prefill.run()
+    assert prefill.got["p"] == whole[3:4]
+    prefill.scheduler.rows_free("p")
+    prefill.collect()
+    assert prefill.finish["p"] is FinishReason.LENGTH
+
+    decode = World(make())
+    decode.scheduler.add(
+        Request("d", list(given), len(prompt), sampling, half="decode", room=Room(7, "h", 1)), 0
+    )
+    decode.turn()
+    (req,) = decode.arriving
+    assert req.holding is not None
+    decode.machine.write(req.holding.pages, given)
+    decode.scheduler.arrived("d", Sampled((whole[3],)), num_cached=13)
+    decode.run()
+    assert decode.got["d"] == whole[3:]
+
+
 def test_a_lost_handoff_is_recomputed_in_other_rows_than_those_at_stake() -> None:
     world = World(make())
     prompt = list(range(10))
