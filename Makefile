@@ -9,14 +9,17 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= $(shell nproc)
 
 .PHONY: demo test test-slow bench-router lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
 
+# Tests in one process run on every core at once; those that start deployments have the machine to themselves.
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/structure tests/unit tests/models
+	$(BIN)/python -m pytest -q tests/proc
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
