@@ -1,6 +1,6 @@
 """The text side of one choice: tokens of the engine in, text that may be shown out. Pure; knows no API.
 
-    tokens ─▶ Detokenizer (whole characters) ─▶ StopStrings (nothing of a stop) ─▶ Delta.text
+    tokens ─▶ Detokenizer (whole characters) ─▶ StopStrings (nothing of a stop) ─▶ Delta.text ─▶ Reader ─▶ Delta.said
        └────▶ Entry (logprobs, place in the text) ── held until its text is shown ─▶ Delta.entries
 
 The token of an end (matched_stop) counts as output but has no text, unless the client wants it kept.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from splitserve.text.detokenizer import Detokenizer
+from splitserve.text.said import Reader, Said, joined
 from splitserve.text.stops import StopStrings
 from splitserve.text.tokenizer import Tokenizer
 from splitserve.types import FinishReason, TokenEvent, TokenLogprobs
@@ -41,16 +42,22 @@ class Delta:
     """What one event adds to an answer."""
 
     text: str = ""
+    said: Said | None = None  # what the text says, where the model's answers have a grammar
     entries: list[Entry] = field(default_factory=list)
     ending: Ending | None = None
     num_tokens: int = 0  # of the choice, with those of this event
+
+    @property
+    def shows(self) -> bool:
+        """Whether a client sees anything of it but logprobs."""
+        return bool(self.text if self.said is None else self.said) or self.ending is not None
 
 
 class Choice:
     """The state of one answer.
 
     `entries` says whether deltas carry them. `discard` computes without showing: the engine has to make one token
-    even for none.
+    even for none. `reader` takes the text apart; without one text is all there is.
     """
 
     def __init__(
@@ -61,7 +68,9 @@ class Choice:
         min_tokens: int = 0,
         entries: bool = True,
         discard: bool = False,
+        reader: Reader | None = None,
     ) -> None:
+        self._reader = reader
         self._detokenizer = Detokenizer(tokenizer, skip_special=rules.skip_special)
         self._stops = StopStrings(rules.stops, keep=rules.keep_stop)
         self._keep_stop = rules.keep_stop
@@ -78,6 +87,7 @@ class Choice:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.num_cached = 0
         self.text = ""
+        self.said: list[Said] = []  # of all deltas, where there is a reader
         self.ending: Ending | None = None
 
     def feed(self, event: TokenEvent) -> Delta:
@@ -97,6 +107,7 @@ class Choice:
         if delta.ending is not None:
             self.ending = delta.ending
         self.text += delta.text
+        self._read(delta)
         delta.num_tokens = len(self.tokens)
         return delta
 
@@ -108,6 +119,7 @@ class Choice:
             if delta.ending is not None:
                 return True
         self.text = delta.text
+        self._read(delta)
         return False
 
     def _add(self, token: int, logprobs: TokenLogprobs | None, delta: Delta) -> None:
@@ -128,6 +140,16 @@ class Choice:
         self._show(released.text, delta)
         if released.matched is not None:
             self._cut(released.matched, delta)
+
+    def _read(self, delta: Delta) -> None:
+        """Take the delta's text apart; at the end nothing stays held back."""
+        if self._reader is None:
+            return
+        said = [self._reader.push(delta.text)] if delta.text else []
+        if delta.ending is not None:
+            said.append(self._reader.finish(length=delta.ending.reason is not FinishReason.STOP))
+        delta.said = joined(said)
+        self.said.append(delta.said)
 
     def _place(self, length: int) -> None:
         """`length` characters are complete: all tokens since the last complete one share in them."""

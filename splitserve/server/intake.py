@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from splitserve.errors import ModelNotFound, RequestError
-from splitserve.text.chat import ChatTemplate
+from splitserve.text.said import Reader
 from splitserve.text.tokenizer import Tokenizer
 from splitserve.types import Grammar, Role
 from splitserve.wire import Room
 
 from . import fields, params, resumption, rooms, sequential, structured
 from .body import read_object, typed
+from .conversation import ChatModel, ChatPrompt, prompt_of
 from .job import Job, Prompt
-from .openai import ChatBody, CompletionBody, OpenAIFields, chat_logprobs, check_fixed, messages_of
+from .openai import ChatBody, CompletionBody, OpenAIFields, chat_logprobs, check_fixed
 from .openai_answer import Style
 from .params import ModelLimits, SamplingFields, TextRules
 from .resumption import FIELD, OWN_ROUTER, Resume, Ticket
@@ -44,7 +45,7 @@ class Intake:
 
     names: tuple[str, ...]  # the first is shown
     tokenizer: Tokenizer
-    chat: ChatTemplate
+    chat: ChatModel
     limits: ModelLimits
     place: rooms.Place
 
@@ -54,14 +55,16 @@ class Intake:
         self.check_model(body.model)
         check_fixed(body)
         best = chat_logprobs(body)
-        prompt = Prompt(await self.chat_tokens(body))
+        grammar = await structured.grammar_of(body)
+        chat = await self.chat_prompt(body, guided=grammar is not None)
         if body.max_completion_tokens is not None and body.max_tokens is not None:
             raise RequestError("give max_tokens or max_completion_tokens, not both", field="max_tokens")
         name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
         style = self._style(body, headers, prefix="chatcmpl", logprobs=best, echo=False)
         wish = _Wish(
             endpoint="chat",
-            prompts=(prompt,),
+            prompts=(Prompt(chat.tokens),),
+            reader=chat.reader,
             max_tokens=body.max_tokens if body.max_tokens is not None else body.max_completion_tokens,
             max_name=name,
             default_tokens=None,
@@ -69,7 +72,7 @@ class Intake:
             seed=body.seed,
             logprobs=best,
             rid=body.rid or body.request_id or headers.get("x-request-id"),
-            grammar=await structured.grammar_of(body),
+            grammar=grammar,
             answer_id=style.answer_id,
             created=style.created,
             resume=body.splitserve_resume,
@@ -164,18 +167,11 @@ class Intake:
                 fix=f"this server has {self.names[0]!r}",
             )
 
-    async def chat_tokens(self, body: ChatBody) -> list[int]:
-        """The messages, rendered and tokenised."""
-        text = self.chat.render(
-            messages_of(body),
-            tools=body.tools if body.tool_choice != "none" else None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs,
-        )
-        # The template writes the model's first token itself, where there is one.
-        tokens = await self.tokenizer.encode_async(text, add_special=False)
-        return params.check_tokens(tokens, "messages", limits=self.limits)
+    async def chat_prompt(self, body: ChatBody, *, guided: bool = False) -> ChatPrompt:
+        """The messages in the model's own form, as tokens, and what reads the answers to them."""
+        prompt = await prompt_of(body, self.chat, tokenizer=self.tokenizer, guided=guided)
+        params.check_tokens(prompt.tokens, "messages", limits=self.limits)
+        return prompt
 
     # ------------------------------------------------------------------ parts
 
@@ -258,6 +254,7 @@ class Intake:
             stream=bool(stream),
             answers_first=sequential.answers_first(place),
             discard=max(budgets) == 0,
+            reader=wish.reader,
             emitted=emitted,
             ticket=ticket,
         )
@@ -332,6 +329,7 @@ class _Wish(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     rid: str | list[str] | None = None
     grammar: Grammar | None = None
+    reader: Callable[[], Reader] | None = None
     prefix: str = ""
     answer_id: str = ""  # as the answer will show it
     created: int = 0

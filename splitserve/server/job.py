@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from splitserve.errors import DeadlineExceeded, SplitserveError
+from splitserve.text.said import Reader
 from splitserve.text.tokenizer import Tokenizer
 from splitserve.types import FinishReason, Rid, SamplingParams, TokenEvent
 from splitserve.wire import Generate, Room
@@ -55,6 +56,7 @@ class Job:
     stream: bool = False
     answers_first: bool = False  # prefill's half, whose answer does not wait for decode (sequential.py)
     discard: bool = False  # no output is wanted (max_tokens 0)
+    reader: Callable[[], Reader] | None = None  # takes each answer's text apart
     emitted: tuple[int, ...] | None = None  # continues the one choice after these tokens (resumption.py)
     ticket: resumption.Ticket | None = None  # our router is told which tokens each event shows
 
@@ -94,6 +96,7 @@ class Run:
                 min_tokens=s.min_tokens,
                 entries=s.logprobs is not None,
                 discard=job.discard,
+                reader=job.reader() if job.reader else None,
             )
             for _ in job.rids
         ]

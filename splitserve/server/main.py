@@ -25,13 +25,13 @@ from splitserve.config import EngineConfig, ServerConfig, TransferConfig, to_dic
 from splitserve.errors import ConfigError
 from splitserve.net import http
 from splitserve.text import tokenizer as tokenizers
-from splitserve.text.chat import ChatTemplate
 from splitserve.types import Role
 from splitserve.weights.locate import Source, locate
 from splitserve.wire import Hello, Loading
 
 from .access import Access
 from .app import App
+from .conversation import ChatModel, chat_of
 from .engine_link import EngineLink, engine_lost
 from .health import Health
 from .intake import Intake
@@ -148,7 +148,7 @@ class ServerProcess:
         await self._or_stop(app.operator.probe(within_s=300.0))
 
     def _intake(
-        self, tokenizer: tokenizers.Tokenizer, chat: ChatTemplate, *, hello: Hello, source: Source
+        self, tokenizer: tokenizers.Tokenizer, chat: ChatModel, *, hello: Hello, source: Source
     ) -> Intake:
         facts = hello.facts
         served = self._engine.served_name or _name_of(source.path)
@@ -313,9 +313,9 @@ class ServerProcess:
         self._say({**ready, "model": found.names[0], "max_len": found.limits.max_len})
 
 
-def _load_text(source: Source) -> tuple[tokenizers.Tokenizer, ChatTemplate]:
+def _load_text(source: Source) -> tuple[tokenizers.Tokenizer, ChatModel]:
     tokenizer = tokenizers.load(source.path)
-    return tokenizer, ChatTemplate(tokenizer.templates)
+    return tokenizer, chat_of(source, tokenizer)
 
 
 def _name_of(path: Path) -> str:

@@ -57,6 +57,8 @@ class ChatBody(OpenAIFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None  # DeepSeek's API: {"type": "enabled"}
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -73,14 +75,8 @@ def check_fixed(body: OpenAIFields) -> None:
     """Fields whose only supported values are those that ask for nothing."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(f"best_of is {body.best_of}, must equal n ({body.n or 1})", field="best_of")
-    if isinstance(body, ChatBody):
-        if body.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice can only be none or auto: tools are shown to the model, its words come back as text",
-                field="tool_choice",
-            )
-        if body.echo:
-            raise RequestError("echo is not supported for chat", field="echo")
+    if isinstance(body, ChatBody) and body.echo:
+        raise RequestError("echo is not supported for chat", field="echo")
 
 
 def chat_logprobs(body: ChatBody) -> int | None:

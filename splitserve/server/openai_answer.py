@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from splitserve.text.said import Said, joined, whole_calls
 from splitserve.text.tokenizer import Tokenizer
-from splitserve.types import TokenLogprobs
+from splitserve.types import FinishReason, TokenLogprobs
 
 from .answer import event
 from .choice import Choice, Delta, Entry
@@ -67,7 +68,7 @@ class OpenAIShape:
     def frames(self, deltas: list[tuple[int, Delta]]) -> bytes:
         out = []
         for index, delta in deltas:
-            seen = delta.text or delta.ending or (delta.entries and self._style.logprobs is not None)
+            seen = delta.shows or (delta.entries and self._style.logprobs is not None)
             first = index not in self._begun
             if not seen and not (first and self._style.echo):
                 continue
@@ -106,20 +107,26 @@ class ChatForm:
         self._tokenizer = tokenizer
 
     def chunk(self, index: int, delta: Delta, *, first: bool) -> dict[str, Any]:
-        content = {"role": "assistant", "content": delta.text} if first else {"content": delta.text}
+        said: dict[str, Any] = {"role": "assistant"} if first else {}
+        if delta.said is None:
+            said |= {"content": delta.text} if delta.text or first else {}
+        else:
+            said |= _parts(delta.said)
         return {
             "index": index,
-            "delta": content if delta.text or first else {},
+            "delta": said,
             "logprobs": self._logprobs(delta.entries),
-            "finish_reason": _reason(delta),
+            "finish_reason": _chat_reason(delta, delta.said),
         }
 
     def whole(self, index: int, choice: Choice, *, entries: Sequence[Entry]) -> dict[str, Any]:
+        said = joined(choice.said) if choice.said else None
+        message = {"content": choice.text} if said is None else _message(said)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": {"role": "assistant", **message},
             "logprobs": self._logprobs(entries),
-            "finish_reason": _reason(choice),
+            "finish_reason": _chat_reason(choice, said),
         }
 
     def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
@@ -204,6 +211,32 @@ class CompletionForm:
             return
         best = {text(t): p for t, p in zip(found.top_ids, found.top_logprobs, strict=True)}
         out["top_logprobs"].append({**best, text(token): found.logprob} if self._style.logprobs else {})
+
+
+def _parts(said: Said) -> dict[str, Any]:
+    """The fields of a chunk's delta: those that have something new."""
+    given = {
+        "reasoning_content": said.reasoning,
+        "content": said.content,
+        "tool_calls": list(said.tool_calls),
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+def _message(said: Said) -> dict[str, Any]:
+    """The fields of a whole message. Content is null where the answer only thinks or calls tools."""
+    calls = whole_calls(said.tool_calls)
+    return {
+        "content": said.content or ("" if not (calls or said.reasoning) else None),
+        **({"reasoning_content": said.reasoning} if said.reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _chat_reason(ended: Delta | Choice, said: Said | None) -> str | None:
+    """As `_reason`, but an answer that calls tools waits for what they say."""
+    reason = _reason(ended)
+    return said.finish if said is not None and said.finish and reason == FinishReason.STOP.value else reason
 
 
 def _reason(ended: Delta | Choice) -> str | None:

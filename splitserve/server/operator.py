@@ -212,7 +212,7 @@ class Operator:
                 text, add_special=body.add_special_tokens is not False
             )
         else:
-            tokens = await intake.chat_tokens(ChatBody(messages=body.messages))
+            tokens = (await intake.chat_prompt(ChatBody(messages=body.messages))).tokens
         responder.send_json(
             200, {"count": len(tokens), "max_model_len": intake.limits.max_len, "tokens": tokens}
         )

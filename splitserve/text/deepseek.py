@@ -1,7 +1,7 @@
 """Chat with DeepSeek-V4: messages to token ids, and the model's words back to reasoning, content and tool calls.
 
     messages, tools ──▶ <BOS>system<User>...<Assistant><think>  ──▶ token ids
-    token texts     ──▶ reasoning </think> content  tool calls  ──▶ Delta, Delta, ...
+    token texts     ──▶ reasoning </think> content  tool calls  ──▶ Said, Said, ...
 
 The model has no jinja template. Its grammar is the package deepseek-recipe (its V4-Pro encoding is V4-Flash's too), and
 this is a border around it: foreign types and errors stop here. Text of users is encoded apart from special tokens, so
@@ -14,12 +14,14 @@ its default, and it changes how long answers are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError, RequestError, WeightsError
+
+from .said import Said
 
 _MODEL = "DeepSeek-V4-Pro"  # the encoding's name for itself
 _NO_PREFIX = "low"  # the effort whose prefix is empty
@@ -41,36 +43,24 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What some more text has added to an answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[
-        dict[str, Any], ...
-    ] = ()  # OpenAI's chunks: index, id and name first, then pieces of arguments
-    finish: str = ""  # with the last: stop, length or tool_calls
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.finish)
-
-
-@dataclass(frozen=True)
 class Prompt:
     tokens: list[int]
-    answer: Answer = field(repr=False)  # reads what the model says to it
+    answer: Callable[[], Answer] = field(repr=False)  # a reader for each answer to it
 
 
 class DeepseekChat:
     """Encodes conversations with one checkpoint's tokenizer. Safe to use from several threads."""
 
     def __init__(self, tokenizer_json: Path) -> None:
-        """Raises ConfigError where deepseek-recipe is not installed, WeightsError for an unreadable tokenizer."""
+        """Raises ConfigError where deepseek-recipe is not installed, WeightsError for a tokenizer that cannot be read
+        or is another model's.
+        """
         self._recipe = _recipe()
         try:
             tokenizer = self._recipe.Tokenizer.from_file(str(tokenizer_json))
         except (RuntimeError, ValueError, OSError) as e:
             raise WeightsError(f"{tokenizer_json}: {e}") from e
+        _check_special_tokens(self._recipe, tokenizer, tokenizer_json)
         self._encoding = self._recipe.DeepseekV4Encoding().with_tokenizer(tokenizer)
 
     def prompt(self, chat: Chat) -> Prompt:
@@ -80,7 +70,7 @@ class DeepseekChat:
             tokens = self._encoding.encode(request.conversation)
         except RuntimeError as e:
             raise RequestError(f"these messages cannot be encoded: {e}", field="messages") from e
-        return Prompt(list(tokens), Answer(self._recipe, request))
+        return Prompt(list(tokens), lambda: Answer(self._recipe, request))
 
     def text(self, chat: Chat) -> str:
         """The prompt written out, special tokens included: for people to look at."""
@@ -105,17 +95,17 @@ class Answer:
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "answer", _MODEL)
         self._stream = recipe.StreamProcessor(generator, request.parsing_options)
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> Said:
         return self._joined(self._stream.push(self._recipe.InferenceChunk.text(text)))
 
-    def finish(self, *, length: bool = False) -> Delta:
+    def finish(self, *, length: bool = False) -> Said:
         """The end: by the model, or because the answer reached its most tokens (`length`)."""
         reasons = self._recipe.InferenceFinishReason
         last = self._recipe.InferenceChunk.finish(reasons.Length if length else reasons.Stop)
         return self._joined([*self._stream.push(last), *self._stream.finish()])
 
     @staticmethod
-    def _joined(chunks: Sequence[Any]) -> Delta:
+    def _joined(chunks: Sequence[Any]) -> Said:
         content, reasoning, finish = "", "", ""
         calls: list[dict[str, Any]] = []
         for chunk in chunks:
@@ -125,7 +115,7 @@ class Answer:
                 reasoning += delta.get("reasoning_content") or ""
                 calls += delta.get("tool_calls") or ()
                 finish = choice.get("finish_reason") or finish
-        return Delta(content, reasoning, tuple(calls), finish)
+        return Said(content, reasoning, tuple(calls), finish)
 
 
 def _body(chat: Chat) -> dict[str, Any]:
@@ -158,6 +148,15 @@ def _body(chat: Chat) -> dict[str, Any]:
     if chat.response_format is not None:
         body["response_format"] = dict(chat.response_format)
     return body
+
+
+def _check_special_tokens(recipe: Any, tokenizer: Any, path: Path) -> None:
+    """Each token that a turn is made of must be one, or turns could be written out by anybody."""
+    kinds = recipe.SpecialToken
+    for kind in (kinds.Bos, kinds.Eos, kinds.User, kinds.Assistant, kinds.ThinkingStart, kinds.ThinkingEnd):
+        text = kind.default_str()
+        if len(tokenizer.encode(text)) != 1:
+            raise WeightsError(f"{path}: {text} is not a token, so this is not DeepSeek-V4's tokenizer")
 
 
 def _message(body: str) -> str:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.errors import RequestError, WeightsError
-from splitserve.text.deepseek import Chat, DeepseekChat, Delta
+from splitserve.text.deepseek import Chat, DeepseekChat
+from splitserve.text.said import Said
 from splitserve.text.tokenizer import Tokenizer, load
 
 pytest.importorskip("deepseek_recipe")
@@ -183,8 +184,8 @@ CALL = (
 )
 
 
-def read(chat: DeepseekChat, turn: Chat, text: str, size: int, *, length: bool = False) -> list[Delta]:
-    answer = chat.prompt(turn).answer
+def read(chat: DeepseekChat, turn: Chat, text: str, size: int, *, length: bool = False) -> list[Said]:
+    answer = chat.prompt(turn).answer()
     deltas = [answer.push(text[i : i + size]) for i in range(0, len(text), size)]
     return [*deltas, answer.finish(length=length)]
 
