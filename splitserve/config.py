@@ -63,6 +63,17 @@ class EngineConfig:
     memory_mb: int = _f(0, "state memory of one rank; 0: a share of what is free", low=0)
     num_pages: int = _f(0, "pages of one rank; 0: from memory_mb", low=0)
     prefix_cache: bool = _f(True, "reuse the state of equal prompt beginnings")
+    num_snapshots: int = _f(
+        0,
+        "prompt beginnings whose window state is kept for reuse, where the model has any; 0: what a tenth of the memory"
+        " holds, at most max_seqs",
+        low=0,
+    )
+    speculative: str = _f(
+        "none",
+        "mtp: the model's own next-token layer guesses a token ahead; equal on both sides of a split",
+        one_of=("none", "mtp"),
+    )
     recompute_share: float = _f(
         0.25, "most of a step's tokens that may make up for failed transfers", low=0, high=1
     )

@@ -150,6 +150,7 @@ class FirstToken(msgspec.Struct, frozen=True):
     seed: int = 0
     num_cached: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    draft: int = -1  # a guess of the token after it, where prefill makes some
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from splitserve.engine import memory
 from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Poison, Ranks
 from splitserve.engine.constraint import Constraints
 from splitserve.engine.controls import Controls
+from splitserve.engine.drafting import DraftingModel
 from splitserve.engine.fencing import Fencing
 from splitserve.engine.follower import Follower, Watched
 from splitserve.engine.lifetimes import Lifetimes
@@ -91,7 +92,8 @@ class Builder:
         self.source = locate(self.config.model)
         self.cfg = read_config(self.source)
         self.dtype = dtype_of(self.config, self.cfg)
-        self.specs = registry.states(self.cfg, dtype=self.dtype, kv=self.config.kv_dtype)
+        self.drafts = self.config.speculative == "mtp"
+        self.specs = registry.states(self.cfg, dtype=self.dtype, kv=self.config.kv_dtype, draft=self.drafts)
         self.layout = lay_out(self.specs, page_tokens=self.config.page_tokens, rank=start.rank, size=start.tp)
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
 
@@ -110,7 +112,7 @@ class Builder:
             f"{self.start.name}-{uuid.uuid4().hex[:12]}",
             listening.getsockname()[1],
             capacity.num_pages,
-            capacity.num_slots,
+            capacity.num_slots + capacity.num_snapshots,
         )
         ranks.send(join)
         group = self._group(join.group_port, listening)
@@ -170,7 +172,9 @@ class Builder:
         return group
 
     def _load(self, group: SoloGroup | TorchGroup) -> Model:
-        model = registry.build(self.cfg, group, dtype=self.dtype, device=self.config.device)
+        model = registry.build(
+            self.cfg, group, dtype=self.dtype, device=self.config.device, draft=self.drafts
+        )
         registry.load(
             model,
             self.cfg,
@@ -234,6 +238,7 @@ class Builder:
             device=self.device,
             between_layers=between_layers,
             constraints=Constraints(self._vocabulary),
+            drafter=cast(DraftingModel, model) if self.drafts else None,
         )
 
     def _vocabulary(self) -> Vocabulary:
@@ -244,6 +249,7 @@ class Builder:
             num_pages=capacity.num_pages,
             page_tokens=self.config.page_tokens,
             num_slots=capacity.num_slots,
+            num_snapshots=capacity.num_snapshots,
             prefix=self.config.prefix_cache,
         )
         limits = Limits(
@@ -285,6 +291,8 @@ class Builder:
             "page_tokens": self.config.page_tokens,
             "page_bytes": self.layout.page_bytes,
             "num_slots": capacity.num_slots,
+            "num_snapshots": capacity.num_snapshots,
+            "speculative": self.config.speculative,
             "slot_bytes": self.layout.slot_bytes,
             "step_tokens": self.config.step_tokens,
             "max_seqs": self.config.max_seqs,

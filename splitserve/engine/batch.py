@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.step import PENDING, Chunk, Step
-from splitserve.layers.forward import Forward, Group, States
+from splitserve.layers.forward import Forward, Group, Mark, States
 from splitserve.types import Rid
 
 
@@ -57,6 +57,7 @@ def build(
         states=states,
         tp=tp,
         between_layers=between_layers,
+        marks=tuple(Mark(i, stop, unit) for i, c in enumerate(chunks) for stop, unit in c.marks),
     )
 
 
@@ -70,10 +71,12 @@ def _tokens(chunks: list[Chunk], last_tokens: Mapping[Rid, int]) -> np.ndarray:
 
 
 def _logit_rows(chunks: list[Chunk], q_start: np.ndarray) -> np.ndarray:
-    """Token rows whose logits are needed, chunk after chunk: rated prompt rows from the front, then the last row."""
+    """Token rows whose logits are needed, chunk after chunk: rated prompt rows from the front, then the last row,
+    and those of drafts.
+    """
     rows: list[int] = []
     for i, chunk in enumerate(chunks):
         rows.extend(range(q_start[i], q_start[i] + len(chunk.prompt_next)))
         if chunk.sample:
-            rows.append(int(q_start[i + 1]) - 1)
+            rows.extend(range(int(q_start[i + 1]) - 1 - chunk.num_draft, int(q_start[i + 1])))
     return np.array(rows, dtype=np.int64)

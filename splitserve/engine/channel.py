@@ -29,7 +29,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
     group_port: int  # of the TP group's store, on this host
     num_pages: int
-    num_slots: int
+    num_slots: int  # those for snapshots included
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

@@ -57,10 +57,10 @@ class Lifetimes:
         }
 
     def stepped(self, step: Step, begin: float, end: float) -> None:
-        """One step ran from `begin` to `end`. A chunk of one token behind the prompt is a decode."""
+        """One step ran from `begin` to `end`. A chunk of one known token behind the prompt is a decode."""
         rows = prompt_tokens = 0
         for chunk in step.chunks:
-            decodes = chunk.num_tokens == 1 and chunk.start >= chunk.num_prompt
+            decodes = chunk.decodes
             rows += decodes
             prompt_tokens += 0 if decodes else chunk.num_tokens
             record = self._open.get(chunk.rid)

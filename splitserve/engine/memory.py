@@ -17,6 +17,7 @@ class Capacity:
     num_pages: int
     num_slots: int
     max_len: int  # longest prompt + output
+    num_snapshots: int = 0  # slot units beside those of requests, for kv/snapshots.py
 
 
 def size(config: EngineConfig, layout: Layout, *, model_max_len: int, free_bytes: int) -> Capacity:
@@ -25,7 +26,8 @@ def size(config: EngineConfig, layout: Layout, *, model_max_len: int, free_bytes
     Raises CapacityError, with the sum, when not even one page fits or the wanted length does not.
     """
     num_slots = config.max_seqs if layout.slot_bytes else 0
-    slot_bytes = num_slots * layout.slot_bytes
+    num_snapshots = _num_snapshots(config, layout, free_bytes)
+    slot_bytes = (num_slots + num_snapshots) * layout.slot_bytes
     wanted_len = min(config.max_len or model_max_len, model_max_len)
     if config.max_len > model_max_len:
         raise CapacityError(
@@ -38,7 +40,8 @@ def size(config: EngineConfig, layout: Layout, *, model_max_len: int, free_bytes
     if num_pages < 1 or num_pages * layout.page_bytes + slot_bytes > free_bytes:
         num_pages = max(1, num_pages)
         raise CapacityError(
-            f"{num_pages} pages of {layout.page_bytes:,} bytes and {num_slots} slots of {layout.slot_bytes:,} need "
+            f"{num_pages} pages of {layout.page_bytes:,} bytes and {num_slots + num_snapshots} slots of "
+            f"{layout.slot_bytes:,} need "
             f"{num_pages * layout.page_bytes + slot_bytes:,} bytes; memory_mb={config.memory_mb}, "
             f"free memory {free_bytes:,}",
             field="memory_mb",
@@ -51,7 +54,15 @@ def size(config: EngineConfig, layout: Layout, *, model_max_len: int, free_bytes
             field="max_len",
             fix=f"give {_mb(-(-config.max_len // config.page_tokens) * layout.page_bytes + slot_bytes)} MB of memory",
         )
-    return Capacity(num_pages, num_slots, min(wanted_len, holds))
+    return Capacity(num_pages, num_slots, min(wanted_len, holds), num_snapshots)
+
+
+def _num_snapshots(config: EngineConfig, layout: Layout, free_bytes: int) -> int:
+    """At least one, or no prompt of such a model would ever be found again."""
+    if not layout.slot_bytes or not config.prefix_cache:
+        return 0
+    share = _budget(config, free_bytes) // 10 // layout.slot_bytes
+    return config.num_snapshots or max(1, min(config.max_seqs, share))
 
 
 def _budget(config: EngineConfig, free_bytes: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from splitserve.engine.step import PENDING
 from splitserve.errors import SplitserveError
 from splitserve.kv.cache import Holding
 from splitserve.types import FinishReason, Rid, SamplingParams, TokenLogprobs
@@ -50,6 +51,9 @@ class Request:
     num_pending: int = 0  # tokens that launched steps will sample
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_steps: int = 0  # launched steps that write into its rows and are not applied
+    num_marked: int = 0  # the last page border at which the state of its slot was kept
+    draft: int = PENDING  # a guess of the token after the last one
+    drafting: bool = False  # a launched step tries a guess: how far it comes is known when it is applied
     in_transfer: bool = False  # a handoff may read or write its rows
     met_peer: bool = False  # decode half: its handoff is over, well or badly
     recomputing: bool = False  # makes up for a handoff that failed

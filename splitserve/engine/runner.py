@@ -6,13 +6,13 @@ On the CPU a step has been computed when `launch` returns. The engine still trea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from splitserve.engine import batch
+from splitserve.engine import batch, drafting
 from splitserve.engine.constraint import Constraints
 from splitserve.engine.sampler import log_softmax_rows, sample
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
@@ -25,6 +25,14 @@ MAX_STEPS_IN_FLIGHT = 8
 class Model(Protocol):
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] in float32, the same on every rank."""
+        ...
+
+
+class Slabs(States, Protocol):
+    """The state of this rank (kv/pool.py)."""
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slot units whole: (from, to), one after the other."""
         ...
 
 
@@ -46,14 +54,16 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        states: States,
+        states: Slabs,
         *,
         page_tokens: int,
         tp: Group,
         device: torch.device,
         between_layers: Callable[[], None],
         constraints: Constraints,
+        drafter: drafting.DraftingModel | None = None,
     ) -> None:
+        """`drafter` is the model once more, where it is to guess tokens ahead."""
         self._model = model
         self._states = states
         self._page_tokens = page_tokens
@@ -61,6 +71,7 @@ class Runner:
         self._device = device
         self._between_layers = between_layers
         self._constraints = constraints
+        self._drafter = drafter
         # Of requests in the last steps, for PENDING tokens of later ones.
         self._last_tokens: dict[Rid, int] = {}
         self._sampled_at: dict[Rid, int] = {}
@@ -70,6 +81,10 @@ class Runner:
         """Compute a step. Every rank samples for itself: same logits and same keys give the same tokens."""
         begun = time.monotonic()
         chunks = batch.in_forward_order(step)
+        if step.loads:
+            self._states.copy_slots(step.loads)
+        if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:
+            self._states.copy_slots(marks)  # as it is now; the model adds what comes up to the border
         fwd = batch.build(
             chunks,
             self._last_tokens,
@@ -79,8 +94,12 @@ class Runner:
             device=self._device,
             between_layers=self._between_layers,
         )
-        logits = self._model.forward(fwd)
-        sampled = self._sample(chunks, logits)
+        if self._drafter is None:
+            sampled = self._sample(chunks, self._model.forward(fwd))
+        else:
+            streams = self._drafter.streams(fwd)
+            sampled = self._sample(chunks, self._drafter.logits(streams[fwd.logit_rows]))
+            sampled = drafting.propose(self._drafter, chunks, fwd, streams, sampled)
         self._remember(step.index, sampled)
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
 
@@ -96,7 +115,7 @@ class Runner:
         """Split the logits' rows by chunk (see batch._logit_rows) and sample all sampling rows at once."""
         rated: dict[Rid, tuple[TokenLogprobs, ...]] = {}
         rows: list[int] = []
-        sampling = []
+        sampling: list[_Row] = []
         at = 0
         for chunk in chunks:
             if chunk.prompt_next:
@@ -104,34 +123,60 @@ class Runner:
                     logits[at : at + len(chunk.prompt_next)], chunk.prompt_next, chunk.prompt_logprobs or 0
                 )
                 at += len(chunk.prompt_next)
-            if chunk.sample:
+            for i in range(chunk.num_draft + 1 if chunk.sample else 0):
                 rows.append(at)
-                sampling.append(chunk)
+                sampling.append(_Row(chunk, i))
                 at += 1
         out = {rid: Sampled(prompt_logprobs=rating) for rid, rating in rated.items()}
         if not rows:
             return out
         picked = logits if len(rows) == len(logits) else logits[rows]
         finite = torch.isfinite(picked.sum(dim=-1)).tolist()
-        narrowed = self._constraints.narrow(sampling, width=picked.shape[1], device=picked.device)
+        narrowed = self._constraints.narrow(
+            [row.chunk for row in sampling], width=picked.shape[1], device=picked.device
+        )
         tokens, logprobs = sample(
             picked,
             narrowed.params,
-            [c.stop for c in sampling],
-            num_prompts=[c.num_prompt for c in sampling],
-            histories=[c.history for c in sampling],
+            [row.position for row in sampling],
+            num_prompts=[row.chunk.num_prompt for row in sampling],
+            histories=[row.history for row in sampling],
             allowed=narrowed.allowed,
         )
-        for i, chunk in enumerate(sampling):
-            self._constraints.chosen(chunk.rid, tokens[i])
+        for i, row in enumerate(sampling):
+            if row.index:
+                continue
+            chunk = row.chunk
+            taken = drafting.accepted(chunk, tokens[i : i + 1 + chunk.num_draft])
+            self._constraints.chosen(chunk.rid, taken[0])  # a chunk with a grammar has no drafts
             out[chunk.rid] = Sampled(
-                (tokens[i],),
-                tuple(entry for entry in logprobs[i : i + 1] if entry is not None),
+                taken,
+                tuple(entry for entry in logprobs[i : i + len(taken)] if entry is not None),
                 rated.get(chunk.rid, ()),
-                finite[i],
+                all(finite[i : i + len(taken)]),
                 narrowed.refusals.get(chunk.rid, ""),
             )
         return out
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of logits that chooses a token: `index` counts from the chunk's last known token over its drafts."""
+
+    chunk: Chunk
+    index: int
+
+    @property
+    def position(self) -> int:
+        return self.chunk.stop - self.chunk.num_draft + self.index
+
+    @property
+    def history(self) -> tuple[int, ...] | None:
+        chunk = self.chunk
+        if chunk.history is None or not self.index:
+            return chunk.history
+        first = chunk.num_tokens - chunk.num_draft
+        return (*chunk.history, *chunk.tokens[first : first + self.index])
 
 
 def rate(logits: torch.Tensor, tokens: tuple[int, ...], num_top: int) -> tuple[TokenLogprobs, ...]:

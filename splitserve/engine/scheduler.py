@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from splitserve.engine.chunks import cut, may_share, share
+from splitserve.engine.chunks import cut, loads, mark, may_share, share
 from splitserve.engine.limits import Counters, Limits
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.errors import (
     DeadlineExceeded,
     InvariantError,
-    Overloaded,
     RequestError,
     SplitserveError,
 )
@@ -59,25 +58,12 @@ class Scheduler:
             raise RequestError(f"request id {req.rid!r} is already in use", field="rid")
         req.arrived = now
         self.requests[req.rid] = req
-        error = self._refusal(req)
+        error = self.limits.refusal(req, num_waiting=len(self.waiting))
         if error:
             self._end(req, error=error)
             return
         self.waiting.append(req)
         self.waiting.sort(key=lambda r: r.order)
-
-    def _refusal(self, req: Request) -> SplitserveError | None:
-        limit = self.limits.max_len
-        if not req.tokens:
-            return RequestError("the prompt is empty", field="prompt")
-        if len(req.tokens) >= limit:
-            return RequestError(
-                f"the prompt has {len(req.tokens)} tokens; this engine holds {limit} with the output",
-                field="prompt",
-            )
-        if len(self.waiting) >= self.limits.max_waiting:
-            return Overloaded(f"{len(self.waiting)} requests wait already")
-        return None
 
     def abort(self, rid: Rid) -> None:
         """The client left. Unknown and ended requests are ignored: an abort may cross the last token."""
@@ -167,7 +153,7 @@ class Scheduler:
         if not chunks:
             return None
         self._index += 1
-        step = Step(self._index, tuple(chunks))
+        step = Step(self._index, tuple(chunks), loads(fresh))
         self._steps[step.index] = step
         self.counters.steps += 1
         return step
@@ -176,10 +162,11 @@ class Scheduler:
         for req in sorted(self.running, key=lambda r: r.order):
             if req.phase is not Phase.RUNNING or req.num_left != 1 or not self._wants_token(req):
                 continue
-            if budget == 0 or not self._grow(req):
+            if budget == 0 or req.drafting or not self._grow(req):
                 continue
-            chunks.append(self._chunk(req, 1))
-            budget -= 1
+            drafts = budget > 1 and self.limits.may_draft(req) and self._has_room(req, 2)
+            chunks.append(self._chunk(req, 1, drafts=drafts))
+            budget -= chunks[-1].num_tokens
         return budget
 
     def _plan_prompts(self, chunks: list[Chunk], budget: int, fresh: list[Request]) -> None:
@@ -213,8 +200,7 @@ class Scheduler:
         return fresh
 
     def _may_share(self, req: Request) -> bool:
-        pages_suffice = self.cache.prefix and self.cache.num_slots == 0  # what slots hold is not found again
-        return pages_suffice and may_share(req, self.running, page_tokens=self.cache.page_tokens)
+        return self.cache.finds_prefixes and may_share(req, self.running, page_tokens=self.cache.page_tokens)
 
     def _place(self, req: Request) -> None:
         """Decide where a request that has just got its rows goes on."""
@@ -230,30 +216,36 @@ class Scheduler:
 
     def _take_rows(self, req: Request) -> bool:
         """Pages for all known tokens, or none; one for each running request stays free against preemption."""
-        holding = self.cache.open(req.tokens if req.sampling.prompt_logprobs is None else ())
+        rated = req.sampling.prompt_logprobs is not None  # cached rows have no logits
+        holding = self.cache.open(() if rated else req.tokens, computes=not req.awaits_peer)
         needed = -(-len(req.tokens) // self.cache.page_tokens) - len(holding.pages)
         spare = self.cache.num_free + self.cache.num_evictable - needed
         if spare < len(self.running) or not self.cache.grow(holding, len(req.tokens)):
             self.cache.release(holding)
             return False
         req.holding = holding
-        req.num_done = req.num_planned = holding.num_cached
+        req.num_done = req.num_planned = req.num_marked = holding.num_cached
         if not req.num_preempted and not req.recomputing:
             req.num_cached = holding.num_cached
             self.counters.cached_tokens += holding.num_cached
         return True
 
-    def _chunk(self, req: Request, size: int) -> Chunk:
-        return cut(req, size, page_tokens=self.cache.page_tokens)
+    def _chunk(self, req: Request, size: int, *, drafts: bool = False) -> Chunk:
+        marks = mark(req, req.num_planned + size, self.cache)
+        return cut(req, size, page_tokens=self.cache.page_tokens, drafts=drafts, marks=marks)
 
     def _wants_token(self, req: Request) -> bool:
         """Tokens in flight may already be its last ones by count."""
         return req.num_emitted + req.num_pending < req.max_emitted and req.num_tokens < self.limits.max_len
 
+    def _has_room(self, req: Request, num_tokens: int) -> bool:
+        """Pages for the next tokens, if they are to be had without taking them from anybody."""
+        assert req.holding is not None
+        return self.cache.grow(req.holding, req.num_planned + num_tokens)
+
     def _grow(self, req: Request) -> bool:
         """A page for the next token, if need be from the last in line. False: not in this step."""
-        assert req.holding is not None
-        while not self.cache.grow(req.holding, req.num_planned + 1):
+        while not self._has_room(req, 1):
             victim = max(
                 (r for r in self.running if not r.num_steps and not r.in_transfer),
                 key=lambda r: r.order,
@@ -295,15 +287,28 @@ class Scheduler:
             req.num_steps -= 1
             req.num_pending -= chunk.sample
             if req.phase is Phase.ENDED:
+                self._drop_marks(chunk)
                 self._let_go(req)
                 continue
             self._advance(req, chunk, result.sampled.get(req.rid, Sampled()))
 
+    def _drop_marks(self, chunk: Chunk) -> None:
+        for _, unit in chunk.marks:
+            self.cache.drop_snapshot(unit)
+
     def _advance(self, req: Request, chunk: Chunk, sampled: Sampled) -> None:
-        req.num_done = chunk.stop
+        req.num_done = chunk.stop - chunk.num_draft
+        if chunk.num_draft:
+            right = max(0, len(sampled.tokens) - 1)
+            self.counters.drafted_tokens += chunk.num_draft
+            self.counters.accepted_tokens += right
+            req.num_done += right
+            req.num_planned, req.drafting = req.num_done, False
         new = min(chunk.stop, req.num_prompt) - min(chunk.start, req.num_prompt)
         self.counters.prompt_tokens += new
         self.counters.recomputed_tokens += new if req.recomputing else 0
+        if not sampled.finite or sampled.refusal:
+            self._drop_marks(chunk)
         if not sampled.finite:
             self._end(
                 req,
@@ -317,8 +322,10 @@ class Scheduler:
             if not req.prompt_logprobs:
                 req.prompt_logprobs.append(None)  # nothing precedes the first token
             req.prompt_logprobs.extend(sampled.prompt_logprobs)
-        if chunk.start // self.cache.page_tokens != chunk.stop // self.cache.page_tokens:
-            self._publish(req)
+        self._publish(req)
+        for border, unit in chunk.marks:
+            assert req.holding is not None
+            self.cache.keep_snapshot(req.holding, border, unit)
         if chunk.sample:
             req.recomputing = False
             self._take(req, sampled)
@@ -329,8 +336,9 @@ class Scheduler:
         finish, matched = None, None
         for token in sampled.tokens:
             req.tokens.append(token)
+            req.draft = sampled.draft
             taken.append(token)
-            finish, matched = self._finish_reason(req, token)
+            finish, matched = self.limits.finish_reason(req, token)
             if finish:
                 break
         self.counters.output_tokens += len(taken)
@@ -355,15 +363,6 @@ class Scheduler:
             self.running.remove(req)
         else:
             self._finish(req)
-
-    def _finish_reason(self, req: Request, token: int) -> tuple[FinishReason | None, int | None]:
-        s = req.sampling
-        # Under a grammar an end token that comes early is the only one left (engine/constraint.py).
-        if token in s.stop_token_ids and (req.num_emitted >= s.min_tokens or s.grammar is not None):
-            return FinishReason.STOP, token
-        if req.num_emitted >= req.max_emitted or len(req.tokens) >= self.limits.max_len:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _publish(self, req: Request) -> None:
         assert req.holding is not None

@@ -24,6 +24,11 @@ class Chunk(msgspec.Struct, frozen=True):
     pages: tuple[int, ...]  # page units of tokens [0, stop)
     slot: int = -1
     sample: bool = False  # the last token's logits choose the next token
+    num_draft: int = 0  # so many of the last tokens are guesses, tried after a known one (engine/drafting.py)
+    next_token: int = PENDING  # the token at `stop`, where it is known
+    marks: tuple[
+        tuple[int, int], ...
+    ] = ()  # (tokens, slot unit): keep the slot's state at that page border there
     sampling: SamplingParams | None = None  # when sample
     history: tuple[int, ...] | None = None  # all known tokens, only where a penalty or a grammar needs them
     num_prompt: int = 0
@@ -36,10 +41,16 @@ class Chunk(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         return self.stop - self.start
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes one token behind the prompt, and guesses of what follows."""
+        return self.num_tokens - self.num_draft == 1 and self.start >= self.num_prompt
+
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     index: int
     chunks: tuple[Chunk, ...]
+    loads: tuple[tuple[int, int], ...] = ()  # (snapshot, slot): slot units to copy before anything else
 
     @property
     def num_tokens(self) -> int:
@@ -47,13 +58,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What a step found for one request. `tokens` is empty unless the chunk sampled."""
+    """What a step found for one request. `tokens` is empty unless the chunk sampled; right drafts make it several."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finite: bool = True  # False: the logits held NaN or infinity, so no token is to be trusted
     refusal: str = ""  # why the request's grammar cannot be followed, where it cannot
+    draft: int = PENDING  # a guess of the token after the last of `tokens`
 
 
 class StepResult(msgspec.Struct, frozen=True):

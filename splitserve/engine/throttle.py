@@ -53,7 +53,7 @@ class Throttled:
 
     def least_s(self, step: Step) -> float:
         """The least seconds that this step may take."""
-        decodes = [c for c in step.chunks if c.num_tokens == 1 and c.start >= c.num_prompt]
-        num_prompt = step.num_tokens - len(decodes)
+        decodes = [c for c in step.chunks if c.decodes]
+        num_prompt = step.num_tokens - sum(c.num_tokens for c in decodes)
         slow = self._faults.slowness("slow_decode") if decodes else 0.0
         return slow + num_prompt * self._faults.slowness("slow_prefill")

@@ -170,6 +170,7 @@ class Transfers:
                 req.sampling.seed,
                 req.num_cached,
                 tuple(req.prompt_logprobs),
+                sampled.draft,
             )
         units = self._scheduler.cache.units(req.holding, start, stop)
         self.sender.computed(room.id, start, stop, units=units, last=first is not None, first=first, now=now)
@@ -197,7 +198,7 @@ class Transfers:
         logprobs = (first.logprobs,) if first.logprobs is not None else ()
         self._scheduler.arrived(
             rid,
-            Sampled((first.token,), logprobs),
+            Sampled((first.token,), logprobs, draft=first.draft),
             num_cached=first.num_cached,
             prompt_logprobs=first.prompt_logprobs,
         )

@@ -16,6 +16,8 @@ its own. A page that another request published first stays the holding's own unt
 planned may name it; the tree keeps the other one.
 
 Slots exist for models with RING or SLOT state. A holding gets one with its first `grow` and keeps it until release.
+A cached prefix of such a model can be continued where a snapshot of its slot was kept (snapshots.py); who wants one
+reserves a unit, lets a step write it, and gives it to `keep_snapshot` once the pages up to there are published.
 """
 
 from __future__ import annotations
@@ -28,16 +30,21 @@ from splitserve.errors import InvariantError
 from splitserve.spec import Kind, Units
 
 from .pages import Pages
+from .snapshots import Snapshots
 from .tree import Node, Tree
 
 
 @dataclass(eq=False)
 class Holding:
-    """What one request owns; made by `Cache.open`, ended by `Cache.release`. Read the first three fields only."""
+    """What one request owns; made by `Cache.open`, ended by `Cache.release`. Read the fields before `path` only."""
 
     pages: list[int]  # page of tokens [i * page_tokens, (i + 1) * page_tokens) at index i
     slot: int | None
     num_cached: int  # prompt tokens found in the prefix tree, whole pages
+    num_matched: (
+        int  # more than num_cached where pages go on beyond the last snapshot: others may fork there too
+    )
+    snapshot: int | None  # slot unit with the state at num_cached; its first step copies it into `slot`
     path: Node = field(repr=False)  # deepest node of its locked path
     own: set[int] = field(default_factory=set)  # pages that are not the tree's
     quarantined: bool = False
@@ -47,7 +54,16 @@ class Holding:
 class Cache:
     """Pages, slots and prefix reuse of one engine. All ranks of a TP group use the same page numbers."""
 
-    def __init__(self, *, num_pages: int, page_tokens: int, num_slots: int = 0, prefix: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_tokens: int,
+        num_slots: int = 0,
+        num_snapshots: int = 0,
+        prefix: bool = True,
+    ) -> None:
+        """Snapshots are slot units too, numbered from `num_slots` on."""
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.num_slots = num_slots
@@ -58,6 +74,7 @@ class Cache:
         self.num_hit_tokens = 0  # of those, found cached
         self._pages = Pages(num_pages)
         self._slots = Pages(num_slots)
+        self._snapshots = Snapshots(num_slots, num_snapshots)
         self._tree = Tree(page_tokens)
 
     def __repr__(self) -> str:
@@ -85,29 +102,52 @@ class Cache:
     def num_free_slots(self) -> int:
         return self._slots.num_free
 
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots in the tree."""
+        return self._snapshots.num_kept
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether a prompt that was computed once can be continued by others."""
+        return self.prefix and (self.num_slots == 0 or self._snapshots.count > 0)
+
     def free_pages(self) -> list[int]:
         """The page units that nobody holds and the tree does not keep: their rows mean nothing."""
         return list(self._pages.free_pages())
 
     def free_slots(self) -> list[int]:
-        return list(self._slots.free_pages())
+        """Slot units that nobody holds, those for snapshots included."""
+        return [*self._slots.free_pages(), *self._snapshots.spare()]
 
-    def open(self, tokens: Sequence[int]) -> Holding:
+    def open(self, tokens: Sequence[int], *, computes: bool = True) -> Holding:
         """Begin a request: match and lock the longest cached prefix of its prompt. Takes no page and cannot fail.
 
         The match is whole pages and never the whole prompt: the last token must be computed, for its logits. With
-        slots it ends at the deepest page that has a snapshot of the RING and SLOT state (`Node.snapshot`).
+        slots it ends at the deepest page that has a snapshot, unless the state of the slot comes from elsewhere
+        (`computes` is false: a peer will write it).
         """
-        node = self._tree.root
+        node = matched = self._tree.root
         if self.prefix:
             most = (len(tokens) - 1) // self.page_tokens if tokens else 0
-            node = self._tree.match(tokens, max_pages=most, snapshot=self.num_slots > 0)
+            node = matched = self._tree.match(tokens, max_pages=most)
+        if self.num_slots and computes:
+            node = self._tree.with_snapshot(matched)
+            if node.snapshot is not None:
+                self._snapshots.touch(node.snapshot)
         self._tree.lock(node)
         pages = [step.page for step in self._tree.path(node)][::-1]
         num_cached = len(pages) * self.page_tokens
         self.num_asked_tokens += len(tokens)
         self.num_hit_tokens += num_cached
-        return Holding(pages=pages, slot=None, num_cached=num_cached, path=node)
+        return Holding(
+            pages=pages,
+            slot=None,
+            num_cached=num_cached,
+            num_matched=matched.depth * self.page_tokens,
+            snapshot=node.snapshot if self.num_slots and computes else None,
+            path=node,
+        )
 
     def grow(self, holding: Holding, upto: int) -> bool:
         """Give the holding pages for tokens [0, upto), and its slot. All or nothing: False leaves all as it was.
@@ -147,6 +187,20 @@ class Cache:
             if node.page == page:
                 holding.own.remove(page)
         holding.path = added[-1]
+
+    def reserve_snapshot(self) -> int | None:
+        """A slot unit into which a step may copy a request's state; `keep_snapshot` or `drop_snapshot` ends this."""
+        return self._snapshots.reserve() if self.prefix else None
+
+    def keep_snapshot(self, holding: Holding, upto: int, unit: int) -> None:
+        """The reserved unit holds the slot state of the holding's tokens [0, upto), whole pages and published."""
+        self._alive(holding, "keep_snapshot")
+        at = (node for node in self._tree.path(holding.path) if node.depth * self.page_tokens == upto)
+        self._snapshots.keep(unit, next(at, None))
+
+    def drop_snapshot(self, unit: int) -> None:
+        """Nothing worth keeping was written to the reserved unit."""
+        self._snapshots.drop(unit)
 
     def units(self, holding: Holding, start: int, stop: int) -> tuple[Units, ...]:
         """The units that hold tokens [start, stop): pages, then the slot if the holding has one."""
@@ -205,6 +259,7 @@ class Cache:
             if holding.slot is not None:
                 slots.setdefault(holding.slot, []).append(f"slot of holding {i}")
         _once_each("slot", self.num_slots, slots)
+        self._snapshots.check({n.snapshot: n for n in self._tree.nodes() if n.snapshot is not None})
         self._check_holdings(holdings)
 
     def _check_holdings(self, holdings: Sequence[Holding]) -> None:
@@ -230,6 +285,8 @@ class Cache:
 
     def _evict(self, num: int) -> int:
         gone = self._tree.evict(num)
+        for node in gone:
+            self._snapshots.forget(node)
         self._pages.give(node.page for node in gone)
         self.num_evicted += len(gone)
         return len(gone)

@@ -90,6 +90,12 @@ class Pool:
         """[unit_bytes] uint8 of one page or slot, not a copy."""
         return self._memory[kind][unit]
 
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slot units whole: (from, to), one after the other."""
+        memory = self._memory[Kind.SLOT]
+        for source, target in pairs:
+            memory[target].copy_(memory[source])
+
     def poison(self, page_ids: Sequence[int], slot_ids: Sequence[int] = ()) -> None:
         """Fill units with NaN patterns, so that whoever reads a row that nobody wrote is found out."""
         for kind, ids in ((Kind.PAGE, page_ids), (Kind.SLOT, slot_ids)):

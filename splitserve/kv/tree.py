@@ -6,9 +6,8 @@
 - A node is named by all tokens up to its own page, so equal pages after different beginnings are different nodes.
 - A holding locks every node of the path it uses. What nobody locks can be evicted, leaves first, in the order of last
   use, which ends when a path is unlocked. Time is a counter that ticks then; on equal ticks deeper pages go first.
-- `node.snapshot` is where RING and SLOT state of the point after that page is kept, for models that have any: their
-  match must stop at the deepest node that has one, since rows alone cannot continue the request. The tree carries
-  it and hands it back on eviction; who makes and restores snapshots is not its concern.
+- `node.snapshot` is the slot unit that keeps RING and SLOT state of the point after that page, for models that have
+  any: rows alone cannot continue a request of theirs. The tree only carries it (see snapshots.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Node:
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     locks: int = 0  # holdings whose path passes here
     used: int = 0  # tick of the last unlock
-    snapshot: object | None = None
+    snapshot: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -59,20 +58,19 @@ class Tree:
         """Pages that `evict` could give: every node without a lock, since a locked node locks its whole path."""
         return self.num_nodes - self.num_locked
 
-    def match(self, tokens: Sequence[int], *, max_pages: int, snapshot: bool = False) -> Node:
-        """The deepest node, at most `max_pages` deep, whose tokens begin `tokens`; the root when there is none.
-
-        With `snapshot`, the deepest such node that has one.
-        """
-        node = found = self.root
+    def match(self, tokens: Sequence[int], *, max_pages: int) -> Node:
+        """The deepest node, at most `max_pages` deep, whose tokens begin `tokens`; the root when there is none."""
+        node = self.root
         for i in range(max_pages):
             child = node.children.get(self.page_key(tokens, i))
             if child is None:
                 break
             node = child
-            if not snapshot or node.snapshot is not None:
-                found = node
-        return found
+        return node
+
+    def with_snapshot(self, node: Node) -> Node:
+        """`node`, or the nearest one above it that has a snapshot; the root when there is none."""
+        return next((step for step in self.path(node) if step.snapshot is not None), self.root)
 
     def page_key(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
         """Tokens of page `i`; shorter than a page, and so no node's key, where `tokens` ends inside it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,17 @@ class States(Protocol):
         ...
 
 
+class Mark(NamedTuple):
+    """Keep the slot state of a point inside this pass: `unit` holds what the sequence's slot held before the pass, and
+    is to hold in the end what it held after `stop` tokens, were there no more. Models with slots write it beside the
+    slot itself.
+    """
+
+    sequence: int
+    stop: int  # start of the pass <= stop <= kv_len
+    unit: int
+
+
 def _nothing() -> None:
     return None
 
@@ -53,3 +64,4 @@ class Forward:
     states: States
     tp: Group
     between_layers: Callable[[], None] = _nothing  # transfers are polled here
+    marks: tuple[Mark, ...] = ()

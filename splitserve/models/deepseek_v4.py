@@ -150,13 +150,15 @@ class DeepseekV4:
 
     @torch.inference_mode()
     def draft(self, streams: torch.Tensor, fwd: Forward) -> torch.Tensor:
-        """[num_logits, vocab]: logits of the token after next, from `streams` [T, streams, hidden] of tokens 0, 1, ...
+        """[num_logits, vocab]: logits of the token after next, from `streams` [T, streams, hidden] of those positions.
 
         `fwd` is the step over the same positions, its tokens each the one AFTER the position's: slot i reads the
         streams of token i and the embedding of token i + 1, and writes the window of the MTP layer.
         """
         mixed = self._mtp.join(streams, self._embed(fwd.tokens))
         after = self._mtp.layer(mixed, fwd, self._plan(fwd, (SWA,)))
+        if not len(fwd.logit_rows):  # a step inside a prompt: only the window was wanted
+            return after.new_empty((0, self.cfg.vocab), dtype=torch.float32)
         return self._logits(self._mtp.head(after[fwd.logit_rows]))
 
     def _plan(self, fwd: Forward, ratios: Sequence[int]) -> StepPlan:

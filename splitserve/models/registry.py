@@ -36,11 +36,17 @@ class Family:
     name: str  # class in the module: (cfg, tp, dtype, device)
     packs: bool = False  # its states can be packed: `states` takes kv="fp8"
     dummies: bool = False  # it can make its weights up: `load_dummy`
+    drafts: bool = False  # it can guess tokens ahead: `states` and the class take draft=True
 
 
 _DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
 _DEEPSEEK_V4 = Family(
-    deepseek_v4_states, "splitserve.models.deepseek_v4", "DeepseekV4", packs=True, dummies=True
+    deepseek_v4_states,
+    "splitserve.models.deepseek_v4",
+    "DeepseekV4",
+    packs=True,
+    dummies=True,
+    drafts=True,
 )
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), _DECODER)
@@ -55,26 +61,45 @@ def family(cfg: ModelConfig) -> Family:
     return FAMILIES[cfg.arch]
 
 
-def states(cfg: ModelConfig, *, dtype: str, kv: str = "auto") -> list[StateSpec]:
+def states(cfg: ModelConfig, *, dtype: str, kv: str = "auto", draft: bool = False) -> list[StateSpec]:
     """What the model keeps, with numbers encoded as `dtype` (f32, bf16 or f16), or packed where `kv` is "fp8".
 
-    Raises ConfigError where the model has no packed rows.
+    `draft` adds what guessing tokens ahead needs. Raises ConfigError where the model cannot pack or guess.
     """
     chosen = family(cfg)
-    if kv == "auto":
-        return chosen.states(cfg, dtype=dtype)
-    if not chosen.packs:
+    more: dict[str, Any] = _drafting(cfg, draft)
+    if kv != "auto" and not chosen.packs:
         raise ConfigError(
             f"kv_dtype={kv!r}: {cfg.arch} has no packed rows", field="kv_dtype", fix="leave kv_dtype at auto"
         )
-    return chosen.states(cfg, dtype=dtype, kv=kv)
+    if kv != "auto":
+        more["kv"] = kv
+    return chosen.states(cfg, dtype=dtype, **more)
 
 
-def build(cfg: ModelConfig, tp: Any, *, dtype: str, device: str = "cpu") -> Model:
-    """An empty model for one rank of the group `tp`. Imports torch. Raises ConfigError where tp does not fit."""
+def build(cfg: ModelConfig, tp: Any, *, dtype: str, device: str = "cpu", draft: bool = False) -> Model:
+    """An empty model for one rank of the group `tp`. Imports torch.
+
+    `draft` loads the part that guesses tokens ahead too. Raises ConfigError where tp does not fit, or there is none.
+    """
     chosen = family(cfg)
-    model: Model = getattr(importlib.import_module(chosen.module), chosen.name)(cfg, tp, dtype, device)
+    more = _drafting(cfg, draft)
+    model: Model = getattr(importlib.import_module(chosen.module), chosen.name)(
+        cfg, tp, dtype, device, **more
+    )
     return model
+
+
+def _drafting(cfg: ModelConfig, draft: bool) -> dict[str, Any]:
+    if not draft:
+        return {}
+    if not family(cfg).drafts:
+        raise ConfigError(
+            f"speculative: {cfg.arch} has no layer that guesses tokens ahead",
+            field="speculative",
+            fix="leave speculative at none",
+        )
+    return {"draft": True}
 
 
 def load(

@@ -32,16 +32,30 @@ class Requests(RuleBasedStateMachine):
         self.live: list[Request] = []
         self.rows: dict[int, list[tuple[int, ...]]] = {}
 
-    @initialize(num_pages=st.integers(1, 9), num_slots=st.sampled_from([0, 0, 1, 2]), prefix=st.booleans())
-    def begin(self, num_pages: int, num_slots: int, prefix: bool) -> None:
-        self.cache = Cache(num_pages=num_pages, page_tokens=PAGE, num_slots=num_slots, prefix=prefix)
+    @initialize(
+        num_pages=st.integers(1, 9),
+        num_slots=st.sampled_from([0, 0, 1, 2]),
+        num_snapshots=st.integers(0, 3),
+        prefix=st.booleans(),
+    )
+    def begin(self, num_pages: int, num_slots: int, num_snapshots: int, prefix: bool) -> None:
+        self.cache = Cache(
+            num_pages=num_pages,
+            page_tokens=PAGE,
+            num_slots=num_slots,
+            num_snapshots=num_snapshots if num_slots else 0,
+            prefix=prefix,
+        )
+        self.states: dict[int, tuple[int, ...]] = {}  # by snapshot unit: the tokens whose state it holds
         self.rows = {page: [()] * PAGE for page in range(num_pages)}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def open(self, tokens: list[int]) -> None:
         holding = self.cache.open(tokens)
         assert holding.num_cached < len(tokens)
-        assert holding.num_cached == PAGE * len(holding.pages)
+        assert holding.num_cached == PAGE * len(holding.pages) <= holding.num_matched
+        if self.cache.num_slots and holding.num_cached:
+            assert self.states[holding.snapshot] == tuple(tokens[: holding.num_cached])
         self.live.append(Request(tokens, holding, num_done=holding.num_cached))
 
     @precondition(lambda self: self.live)
@@ -92,12 +106,20 @@ class Requests(RuleBasedStateMachine):
             self.cache.publish(request.holding, request.tokens, request.num_done)
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0))
-    def snapshot(self, pick: int) -> None:
-        """Slot state is saved at the published end, so that models with slots have matches too."""
-        path = self.live[pick % len(self.live)].holding.path
-        if path.depth:
-            path.snapshot = "state"
+    @rule(pick=st.integers(0), keep=st.booleans())
+    def snapshot(self, pick: int, keep: bool) -> None:
+        """Slot state is copied at the published end, so that models with slots have matches too."""
+        request = self.live[pick % len(self.live)]
+        upto = request.holding.path.depth * PAGE
+        unit = self.cache.reserve_snapshot() if upto and not request.quarantined else None
+        if unit is None:
+            return
+        assert unit >= self.cache.num_slots
+        self.states[unit] = tuple(request.tokens[:upto])
+        if keep:
+            self.cache.keep_snapshot(request.holding, upto, unit)
+        else:
+            self.cache.drop_snapshot(unit)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0))
@@ -251,15 +273,38 @@ def test_slots_come_with_the_first_growth_or_nothing_does() -> None:
 
 
 def test_with_slots_a_prefix_without_snapshot_is_no_hit() -> None:
-    cache = Cache(num_pages=8, page_tokens=4, num_slots=2)
+    cache = Cache(num_pages=8, page_tokens=4, num_slots=2, num_snapshots=1)
     tokens = list(range(13))
     holding = cache.open(tokens)
     assert cache.grow(holding, 13)
     cache.publish(holding, tokens, 8)
     assert cache.open(tokens).num_cached == 0
-    holding.path.snapshot = "state after 8 tokens"
+    unit = cache.reserve_snapshot()
+    assert unit == 2
+    cache.keep_snapshot(holding, 8, unit)
     cache.publish(holding, tokens, 12)
+    found = cache.open(tokens)
+    assert (found.num_cached, found.num_matched, found.snapshot) == (8, 12, 2)
+    assert cache.open(tokens, computes=False).num_cached == 12  # a peer writes the slot
+
+
+def test_the_least_recently_used_snapshot_goes() -> None:
+    cache = Cache(num_pages=8, page_tokens=2, num_slots=2, num_snapshots=2)
+    tokens = list(range(9))
+    holding = cache.open(tokens)
+    assert cache.grow(holding, 9)
+    cache.publish(holding, tokens, 8)
+    for upto in (2, 4):
+        unit = cache.reserve_snapshot()
+        assert unit is not None
+        cache.keep_snapshot(holding, upto, unit)
+    assert cache.open(tokens[:4]).num_cached == 2  # used after the other
+    unit = cache.reserve_snapshot()
+    assert unit is not None
+    cache.keep_snapshot(holding, 8, unit)
+    assert cache.open(tokens[:7]).num_cached == 2
     assert cache.open(tokens).num_cached == 8
+    assert [cache.reserve_snapshot() is None for _ in range(3)] == [False, False, True]  # all are being written
 
 
 def test_quarantined_pages_are_counted_apart_until_release() -> None:

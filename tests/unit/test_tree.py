@@ -126,12 +126,12 @@ def test_equal_pages_after_different_beginnings_are_different() -> None:
 def test_with_snapshots_a_match_ends_at_the_deepest_that_has_one() -> None:
     tree = Tree(1)
     _cached(tree, [1, 2, 3, 4], [0, 1, 2, 3])
-    assert tree.match([1, 2, 3, 4], max_pages=4, snapshot=True) is tree.root
-    tree.match([1, 2], max_pages=2).snapshot = "state after two tokens"
-    tree.match([1], max_pages=1).snapshot = "state after one"
-    found = tree.match([1, 2, 3, 4], max_pages=4, snapshot=True)
-    assert (found.depth, found.snapshot) == (2, "state after two tokens")
-    assert tree.match([1, 9], max_pages=2, snapshot=True).depth == 1
+    assert tree.with_snapshot(tree.match([1, 2, 3, 4], max_pages=4)) is tree.root
+    tree.match([1, 2], max_pages=2).snapshot = 7
+    tree.match([1], max_pages=1).snapshot = 8
+    found = tree.with_snapshot(tree.match([1, 2, 3, 4], max_pages=4))
+    assert (found.depth, found.snapshot) == (2, 7)
+    assert tree.with_snapshot(tree.match([1, 9], max_pages=2)).depth == 1
 
 
 def test_the_eviction_order_does_not_grow_with_use() -> None:

@@ -56,7 +56,8 @@ class Attention:
         ring = fwd.states.view("window", self.layer)[:, 0]
         rows = ops.encode_latents(kv, self.rope_dim, ring)
         if near.from_ring:
-            ops.write_rows(ring, rows, near.save.slot, near.save.row)
+            kept = rows[near.save.token] if fwd.marks else rows
+            ops.write_rows(ring, kept, near.save.slot, near.save.row)
             return ops.Rows(ring, near.index)
         both = torch.cat((ring[fwd.slots].flatten(0, 1), rows))  # a copy: saving overwrites what is read
         ops.write_rows(ring, rows[near.save.token], near.save.slot, near.save.row)

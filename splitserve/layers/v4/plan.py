@@ -4,7 +4,7 @@ near    which window rows each token reads: the ring alone where every sequence 
         of before this step followed by the step's own
 far     which compressed rows each token may see: entry i of ratio r from the token that completes it on
 windows which entries this step completes, and from which tokens
-saves   which of the step's rows stay in the slots
+saves   which of the step's rows stay in the slots, and in the snapshots that are taken inside the step
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plan_step(
 
 def _plan_near(fwd: Forward, window: int) -> Near:
     device = fwd.tokens.device
-    save = ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=window, slots=fwd.slots)
+    save = ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=window, slots=fwd.slots, marks=fwd.marks)
     if fwd.num_decode == len(fwd.q_lens):  # the token's own row replaces the one that leaves its window
         row = torch.arange(window, device=device)
         index = (fwd.slots[:, None] * window + row).masked_fill(row > fwd.positions[:, None], -1)
@@ -114,7 +114,7 @@ def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies
         visible = _flat(entries, fwd, ratio, _sequences(fwd.q_lens, fwd.tokens.device))
 
     def saves(rows: int) -> ops.Saves:
-        return ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=rows, slots=fwd.slots)
+        return ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=rows, slots=fwd.slots, marks=fwd.marks)
 
     return Compression(
         windows=windows,

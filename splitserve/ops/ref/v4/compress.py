@@ -94,12 +94,20 @@ def plan_saves(
     *,
     rows: int,  # of the ring
     slots: torch.Tensor,  # [num_seqs] int64
+    marks: Sequence[tuple[int, int, int]] = (),  # (sequence, stop, slot unit): the same of its tokens before `stop`
 ) -> Saves:
     lens, stops = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
+    ends = np.cumsum(lens)
+    if marks:
+        of, until, units = (np.array(column, np.int64) for column in zip(*marks, strict=True))
+        cut = stops[of] - until  # tokens of the step that come after the mark
+        lens, stops = np.concatenate([lens, lens[of] - cut]), np.concatenate([stops, until])
+        ends = np.concatenate([ends, ends[of] - cut])
+        slots = torch.cat([slots, torch.from_numpy(units).to(slots.device)])
     counts = np.minimum(lens, rows)
     seq = np.repeat(np.arange(len(lens)), counts)
     back = np.repeat(np.cumsum(counts), counts) - np.arange(len(seq))  # 1 for a sequence's last token
-    token = np.cumsum(lens)[seq] - back
+    token = ends[seq] - back
     row = (stops[seq] - back) % rows
     tokens, rows_of, seqs = (torch.from_numpy(a).to(slots.device) for a in (token, row, seq))
     return Saves(tokens, slots[seqs], rows_of)

@@ -1,0 +1,106 @@
+"""Drafts: a cheap guess of the token after next, tried in the next step beside the token before it.
+
+    a step's rows       t5            d6 = the draft for place 6
+    its logits       choose 6        choose 7
+                     6 is d6?  ─ yes ─▶ both are taken: the second row saw the right token
+                               └ no ──▶ the first is taken; what d6 left in the state is written again by the next step
+
+A guess can cost time and never changes a token: each row is sampled as it would be in a step of its own. The guesses
+come from the model's own MTP layer, which also has state, so it runs over every token of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import torch
+
+from splitserve.engine.sampler import sample
+from splitserve.engine.step import Chunk, Sampled
+from splitserve.layers.forward import Forward
+from splitserve.types import Rid, SamplingParams
+
+
+class DraftingModel(Protocol):
+    """A model that says what it thinks of the token after next."""
+
+    def streams(self, fwd: Forward) -> torch.Tensor:
+        """[T, ...]: what `logits` and `draft` are made from, the rows of the step's tokens."""
+        ...
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [n, vocab] float32."""
+        ...
+
+    def draft(self, streams: torch.Tensor, fwd: Forward) -> torch.Tensor:
+        """[num_logits, vocab] float32; each token of `fwd` is the one AFTER its position."""
+        ...
+
+
+def accepted(chunk: Chunk, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Of the tokens chosen in a chunk's rows, those that follow from tokens that were right."""
+    drafts = chunk.tokens[chunk.num_tokens - chunk.num_draft :]
+    right = 0
+    while right < len(drafts) and tokens[right] == drafts[right]:
+        right += 1
+    return tuple(tokens[: right + 1])
+
+
+def propose(
+    model: DraftingModel,
+    chunks: Sequence[Chunk],
+    fwd: Forward,
+    streams: torch.Tensor,
+    sampled: Mapping[Rid, Sampled],
+) -> dict[Rid, Sampled]:
+    """Run the drafting layer over the step; `sampled` with a draft for each request that got a token.
+
+    A draft is drawn with the random numbers of its place, so that under a temperature it is as often right as its
+    distribution is. Penalties and grammars are not asked: the check will.
+    """
+    after, rows, drawn = fwd.tokens.roll(-1), [], []
+    end = 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        found = sampled.get(chunk.rid)
+        if not chunk.sample or found is None or not found.tokens:
+            after[end - 1] = chunk.next_token
+            continue
+        first = end - 1 - chunk.num_draft
+        for i, token in enumerate(found.tokens):
+            after[first + i] = token
+        if len(found.tokens) <= chunk.num_draft:
+            after[end - 1] = found.tokens[-1]  # a rejected draft's row: any token, it is written again
+        rows.append(first + len(found.tokens) - 1)
+        drawn.append((chunk, len(found.tokens)))
+    logits = model.draft(
+        streams,
+        replace(fwd, tokens=after, logit_rows=torch.tensor(rows, dtype=torch.int64, device=after.device)),
+    )
+    if not drawn:
+        return dict(sampled)
+    tokens, _ = sample(
+        logits,
+        [_plain(chunk.sampling) for chunk, _ in drawn],
+        [chunk.stop - chunk.num_draft + num for chunk, num in drawn],
+        num_prompts=[chunk.num_prompt for chunk, _ in drawn],
+        histories=[None] * len(drawn),
+    )
+    out = dict(sampled)
+    for (chunk, _), token in zip(drawn, tokens, strict=True):
+        out[chunk.rid] = msgspec.structs.replace(out[chunk.rid], draft=token)
+    return out
+
+
+def _plain(params: SamplingParams | None) -> SamplingParams:
+    """How a draft is drawn: temperature, filters and seed of the request."""
+    return msgspec.structs.replace(
+        params or SamplingParams(),
+        logprobs=None,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+    )
