@@ -3,6 +3,8 @@
 Candidates are compiled by a pool of processes first, without the GPU, and taken from the cache afterwards.
 
     TRITON_CACHE_DIR=DIR python benchmarks/ops/tune.py FORMAT[,FORMAT] TOKENS[,TOKENS] [compile]
+
+FORMAT is e4m3 (dense), bf16 (dense) or e2m1 (routed experts).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -62,28 +65,31 @@ def shapes(forms: list[str], tokens: list[int]) -> Iterator[Shape]:
 def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
     """Constants; `eight` says which kernel."""
     few = shape.rows <= 16
-    if few:
-        tiles = {False: [(16, 16, 1), (32, 16, 2), (64, 16, 4), (64, 16, 2)],
-                 True: [(32, 16, 2), (64, 16, 4), (128, 16, 4), (128, 16, 8)]}  # fmt: skip
-        stages, fills = (3, 5) if shape.experts else (4, 8), (1, 4, 8, 12) if shape.experts else (1, 4, 8)
-    elif shape.rows <= 64:
-        tiles = {
-            False: [(64, 64, 4), (32, 64, 2), (128, 64, 8)],
-            True: [(64, 64, 4), (128, 64, 4), (128, 64, 8)],
-        }
-        stages, fills = (3, 5), (1,) if shape.experts else (1, 4)
+    stages, fills, ahead = (3,), (1,), (0,)
+    if few and shape.experts:
+        tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4), (128, 16, 8)]}
+        stages, fills = (3, 4, 6), (1, 4, 8, 12)
+    elif few:
+        tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4)]}
+        stages, fills, ahead = (4,), (1, 2, 4), (0, 4, 8, 16)
+    elif shape.rows <= 64 and not shape.experts:
+        tiles = {False: [(64, 64, 4), (128, 64, 8)], True: [(64, 64, 4), (128, 64, 4)]}
+        stages, fills, ahead = (3, 4), (1, 2), (0, 4, 8)
     else:
-        tiles = {False: [(64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 8), (64, 256, 4)],
-                 True: [(128, 64, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8), (64, 256, 4)]}  # fmt: skip
-        stages, fills = (3, 4), (1,)
+        many = [(64, 64, 4), (128, 64, 4), (128, 64, 8), (256, 64, 8), (128, 128, 8), (256, 128, 8)]
+        tiles, stages = {False: many, True: many}, (2, 3, 4)
     for eight in (False, True) if shape.form != "bf16" else (False,):
         for bn, bm, warps in tiles[eight]:
-            for bk in (128,) if eight or shape.form == "e2m1" or few else (64, 128):
-                for ns in stages:
-                    for fill in fills:
-                        if not (shape.glu and bn < 32):
-                            config = {"BN": bn, "BM": bm, "FILL": fill, "num_warps": warps, "num_stages": ns}
-                            yield {"eight": eight} | config | ({} if eight else {"BK": bk})
+            for ns, fill, lines in product(stages, fills, ahead):
+                config = {
+                    "BN": bn,
+                    "BM": bm,
+                    "FILL": fill,
+                    "AHEAD": lines,
+                    "num_warps": warps,
+                    "num_stages": ns,
+                }
+                yield {"eight": eight} | config | ({} if eight else {"BK": 128})
 
 
 def weights(shape: Shape, device: str) -> list[Codes | Words | torch.Tensor]:

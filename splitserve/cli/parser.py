@@ -190,10 +190,26 @@ def _state(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _kernels(parser: argparse.ArgumentParser) -> None:
+    from splitserve.ops.kernels.archs import ARCHS
+
+    archs = ",".join(map(str, ARCHS))
+    parser.add_argument("action", choices=("build",), help="build: compile them ahead of time, without a GPU")
+    parser.add_argument("--arch", default=archs, metavar="LIST", help=f"default: {archs}")
+    parser.add_argument(
+        "--cache", default="", metavar="DIR", help="default: where Triton looks on this machine"
+    )
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: all cores)")
+    parser.add_argument(
+        "--quick", action="store_true", help="one form of each kernel that multiplies nothing"
+    )
+    parser.add_argument("--report", default="", metavar="FILE", help="write what was found as JSON")
+
+
 _OWN_WORDS = ("verify", "bench", "compare")
 
 _DEPLOY, _SERVE, _MACHINE = "splitserve.cli.deploy", "splitserve.cli.serve", "splitserve.cli.machine"
-_MODEL = "splitserve.cli.model"
+_MODEL, _KERNELS = "splitserve.cli.model", "splitserve.cli.kernels"
 _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
     "up": ("start a deployment", _DEPLOY, _up),
     "down": ("stop a deployment", _DEPLOY, _down),
@@ -203,10 +219,11 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "serve": ("one engine behind HTTP", _SERVE, _serve),
     "router": ("one address in front of engines", _SERVE, _router),
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
-    "bench": ("measure a server", _SERVE, _words),
+    "bench": ("measure a server; `bench ops`: the kernels on this GPU", _SERVE, _words),
     "compare": ("does the split pay on these devices?", _SERVE, _words),
     "make-checkpoint": ("write a random model", _MODEL, _make_checkpoint),
     "state": ("bytes that a model keeps for a request", _MODEL, _state),
+    "kernels": ("compile the GPU kernels ahead of time", _KERNELS, _kernels),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
     "doctor": ("check that everything needed is here", _MACHINE, _json),
     "version": ("print the version", _MACHINE, _json),

@@ -41,7 +41,11 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """The benchmark reads its own words."""
+    """The benchmark reads its own words; `bench ops` is another one, of kernels."""
+    if args.words[:1] == ["ops"]:
+        from splitserve.cli.kernels import bench_ops
+
+        return bench_ops(args.words[1:])
     from splitserve.bench.main import run
     from splitserve.launch.stage import running_url
 

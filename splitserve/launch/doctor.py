@@ -14,6 +14,7 @@ from typing import Any
 
 from splitserve.launch import rundir
 from splitserve.launch.topology import Topology
+from splitserve.ops.kernels.archs import ARCHS, kernel_path, triton_version
 
 _MIN_MEMORY = 2 << 30
 _MIN_SHM = 64 << 20
@@ -38,6 +39,7 @@ def examine(topology: Topology) -> list[Finding]:
     checks: tuple[Callable[[Topology], Finding], ...] = (
         _python,
         _torch,
+        _kernels,
         _nixl,
         _demo_model,
         _cpus,
@@ -63,6 +65,14 @@ def _python(_: Topology) -> Finding:
 
 def _torch(_: Topology) -> Finding:
     return _package("torch", "torch", "pip install torch (2.11 or newer)")
+
+
+def _kernels(topology: Topology) -> Finding:
+    """Which kernels run here: a fallback on a GPU that kernels exist for is a fault."""
+    served = [g for g in topology.gpus if g.arch >= min(ARCHS)]
+    ok = not served or bool(triton_version())
+    text = kernel_path([(g.name, g.arch) for g in topology.gpus])
+    return Finding("kernels", ok, text, "pip install triton (3.6 or newer)")
 
 
 def _nixl(_: Topology) -> Finding:

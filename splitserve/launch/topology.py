@@ -49,6 +49,7 @@ class Gpu:
     free: int
     bus: str
     node: int
+    arch: int = 0  # 90 for sm_90; 0 where it is not known
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,8 @@ def _read_gpu(nvml: Any, base: Path, index: int) -> Gpu:
     # sysfs writes the domain with 4 digits, NVML with 8.
     node = _int(base / f"sys/bus/pci/devices/{bus[-12:]}/numa_node", -1)
     name, uuid = _str(nvml.nvmlDeviceGetName(device)), _str(nvml.nvmlDeviceGetUUID(device))
-    return Gpu(index, name, uuid, memory.total, memory.free, bus, node)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device)
+    return Gpu(index, name, uuid, memory.total, memory.free, bus, node, 10 * major + minor)
 
 
 def _str(raw: bytes | str) -> str:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import ModuleType
 
 import torch
 
 from splitserve.ops import ref
+from splitserve.ops.kernels.archs import ARCHS
 
 LANES = 8
 
 
 def kernels(device: str | torch.device, dtype: torch.dtype, *, head_dim: int) -> ModuleType:
-    """ops/cpu for float32 on a CPU, else ops/ref. The modules have the same functions."""
-    if torch.device(device).type != "cpu" or dtype != torch.float32 or head_dim % LANES:
+    """ops/cpu for float32 on a CPU, ops/triton for bf16 on a GPU that it serves, else ops/ref; the same functions."""
+    where = torch.device(device)
+    if head_dim % LANES:
         return ref
-    from splitserve.ops import cpu  # numba takes a second to import
+    if where.type == "cpu" and dtype == torch.float32:
+        from splitserve.ops import cpu  # numba takes a second to import
 
-    return cpu
+        return cpu
+    if where.type == "cuda" and dtype == torch.bfloat16 and _served(where):
+        from splitserve.ops import triton
+
+        return triton
+    return ref
+
+
+def _served(device: torch.device) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= min(ARCHS) and importlib.util.find_spec("triton") is not None

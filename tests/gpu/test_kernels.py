@@ -201,6 +201,40 @@ def test_routing_and_grouping(tokens: int) -> None:
         assert sorted(seen) == [i for i, e in enumerate(flat) if e in local]
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_overlapped_kernels_read_what_was_written(tokens: int) -> None:
+    """A long chain of dependent kernels, replayed as a graph: the same bits as one kernel after another."""
+    from splitserve.ops.kernels.launch import one_by_one
+    from splitserve.ops.triton import v4
+
+    square = [v4.prepare(e4m3(4096, 4096)) for _ in range(3)]
+    gate_up, down = v4.prepare(mxfp4(16, 2048, 4096)), v4.prepare(mxfp4(16, 4096, 1024))
+    logits, bias = torch.randn(tokens, 16), torch.randn(16)
+    start = torch.randn(tokens, 4096).bfloat16()
+
+    def chain() -> torch.Tensor:
+        x = start
+        for _ in range(8):
+            for matrix in square:
+                x = v4.rms_norm(v4.linear_rounded(x, matrix), None, 1e-6)
+            weights, experts = v4.route(logits * x[:, :16].float(), bias, count=4, scale=1.0)
+            x = v4.mix_experts(x, gate_up, down, weights, experts, local=range(16), limit=5.0).bfloat16()
+            x = v4.rms_norm(x, None, 1e-6)
+        return x
+
+    with one_by_one():
+        want = chain()
+    assert torch.isfinite(want).all()
+    assert torch.equal(chain(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain()
+    for _ in range(20):
+        got.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 # ------------------------------------------------------------------ streams, norms, rows
 
 

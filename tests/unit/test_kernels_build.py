@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from splitserve.errors import ConfigError
-from splitserve.ops.kernels.build import ARCHS, Built, missing
-from splitserve.ops.kernels.machine_code import SHARED_LIMIT, Code
-from splitserve.ops.kernels.main import parse_archs, read_built, report, sources_digest
+from splitserve.ops.kernels.archs import ARCHS, SHARED_LIMIT, parse_archs
+from splitserve.ops.kernels.build import Built, missing
+from splitserve.ops.kernels.machine_code import Code
+from splitserve.ops.kernels.main import read_built, report, sources_digest
 from splitserve.ops.kernels.tuned import sizes, tuned
 
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
@@ -71,8 +73,11 @@ def test_what_the_gate_refuses() -> None:
     assert "spills 8 bytes" in Built("case", "kernel", 90, "", 0, Code(255, 8, ("HMMA",)), True).problem
     assert "tensor cores" in Built("case", "kernel", 90, "", 0, Code(255, 0, ()), True).problem
     assert Built("case", "kernel", 90, "", 0, Code(255, 0, ()), False).problem == ""
+    early = Built("case", "kernel", 90, "", 0, Code(32, 0, ()), False, follows=False)
+    assert "before it has not written yet" in early.problem
+    assert replace(early, arch=89).problem == ""
     assert (
-        Built("case", "?", 90, "", 0, Code(0, 0, ()), False, "CompilationError: x").problem
+        Built("case", "?", 90, "", 0, Code(0, 0, ()), False, error="CompilationError: x").problem
         == "CompilationError: x"
     )
     assert missing([good], [120]) != []

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitserve.ops.kernels.launch import launch
+from splitserve.ops.kernels.launch import launch, listing
+from splitserve.ops.triton.overlap import follow
 
 from . import deepseek, llama
 from .case import Case
@@ -50,13 +52,14 @@ class Measured:
     ratio: float
     per_step: float
     share: float
+    path: str  # the kernels that ran
     note: str
 
 
 @triton.jit
-def _nothing(x):
+def _nothing(_):
     # grid: [1]
-    pass
+    follow()
 
 
 def measure_device() -> Device:
@@ -88,10 +91,10 @@ def measure(models: Sequence[str], tokens: Sequence[int], device: Device) -> lis
         for count in tokens:
             rows = []
             for case in MODELS[model](count):
-                rows.append((case, time_calls(case.calls)))
+                rows.append((case, path_of(case), time_calls(case.calls)))
                 torch.cuda.empty_cache()
-            total = sum(t.us * c.per_step for c, t in rows)
-            for case, t in rows:
+            total = sum(t.us * c.per_step for c, _, t in rows)
+            for case, path, t in rows:
                 bound, limit = bound_of(case, device)
                 share = t.us * case.per_step / total if total else 0.0
                 result.append(
@@ -107,10 +110,33 @@ def measure(models: Sequence[str], tokens: Sequence[int], device: Device) -> lis
                         bound / t.us,
                         case.per_step,
                         share,
+                        path,
                         case.note,
                     )
                 )
     return result
+
+
+class _Products(TorchDispatchMode):
+    """Notes whether torch multiplied matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = self.seen or func.overloadpacket in _MULTIPLY
+        return func(*args, **(kwargs or {}))
+
+
+_MULTIPLY = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+
+
+def path_of(case: Case) -> str:
+    """Which kernels one call starts, and cuBLAS where torch multiplied."""
+    with listing() as names, _Products() as products:
+        case.calls[0]()
+    return " + ".join([*dict.fromkeys(names), *(["cuBLAS"] if products.seen else [])])
 
 
 def bound_of(case: Case, device: Device) -> tuple[float, str]:
@@ -142,12 +168,12 @@ def table(rows: Iterable[Measured]) -> str:
         lines += [
             f"\n{model}, {tokens} tokens: kernels of a step {step:.2f} ms, bound {bound:.2f} ms, ratio {bound / step:.2f};"  # noqa: E501
             f" those of 90 % of the time {part:.2f}\n",
-            "| kernel | shape | us | spread | bound us | by | ratio | calls a step | share | |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| case | shape | us | spread | bound us | by | ratio | calls a step | share | path | |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [
             f"| {r.kernel} | {r.shape} | {r.us:.2f} | {r.spread:.1%} | {r.bound_us:.2f} | {r.limit} | {r.ratio:.2f} |"
-            f" {r.per_step:g} | {r.share:.1%} | {r.note} |"
+            f" {r.per_step:g} | {r.share:.1%} | {r.path} | {r.note} |"
             for r in mine
         ]
     return "\n".join(lines)

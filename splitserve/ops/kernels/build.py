@@ -16,9 +16,8 @@ from pathlib import Path
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from splitserve.ops.kernels.machine_code import SHARED_LIMIT, Code, inspect
-
-ARCHS = (80, 89, 90, 100, 120)
+from splitserve.ops.kernels.archs import ARCHS, FIRST_OVERLAP, SHARED_LIMIT
+from splitserve.ops.kernels.machine_code import Code, inspect
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Built:
     shared: int  # bytes
     code: Code
     is_matrix: bool
+    follows: bool = True  # waits for the kernel before it, where one may start before that has ended
     error: str = ""  # the compiler's, where there is no code
 
     @property
@@ -46,21 +46,23 @@ class Built:
             return f"spills {self.code.spilled} bytes of registers"
         if self.is_matrix and not self.code.tensor:
             return "has no instruction of the tensor cores"
+        if self.arch >= FIRST_OVERLAP and not self.follows:
+            return "does not call `follow`: it would read what the kernel before it has not written yet"
         return ""
 
 
 def build(
-    archs: Sequence[int] = ARCHS, *, cache: Path | None = None, jobs: int | None = None, whole: bool = True
+    archs: Sequence[int] = ARCHS, *, cache: Path | None = None, jobs: int | None = None, quick: bool = False
 ) -> list[Built]:
     """Compiles all cases of the catalogue for all of `archs` in `jobs` processes (all cores, if not given).
 
-    With `whole` false only matrix kernels are compiled in each of their forms, and of others one form of each case.
+    With `quick` only matrix kernels are compiled in each of their forms, and of others one form of each case.
     """
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)  # read by the compiler, here and in the processes
     from splitserve.ops.kernels.catalogue import cases
 
-    work = [(case.name, arch, whole) for case in cases() for arch in archs]
+    work = [(case.name, arch, quick) for case in cases() for arch in archs]
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         return [built for some in pool.map(_build_case, work) for built in some]
 
@@ -80,21 +82,30 @@ EIGHT_BITS = {"weigh8"}
 
 def _build_case(work: tuple[str, int, bool]) -> list[Built]:
     """In a process of its own: compiles one case for one architecture and looks at the result."""
-    name, arch, whole = work
+    name, arch, quick = work
     from splitserve.ops.kernels.catalogue import cases, kernels
     from splitserve.ops.kernels.launch import compiling
 
     is_matrix = kernels()
     broken = []
-    once = frozenset() if whole else frozenset(k for k, matrix in is_matrix.items() if not matrix)
+    once = frozenset(k for k, matrix in is_matrix.items() if not matrix) if quick else frozenset()
     with compiling(arch, once=once) as tape:
         try:
             next(c for c in cases() if c.name == name).start(arch)
         except (CompilationError, OutOfResources, PTXASError, RuntimeError) as e:
-            broken = [Built(name, "?", arch, "", 0, Code(0, 0, ()), False, _reason(e))]
+            broken = [Built(name, "?", arch, "", 0, Code(0, 0, ()), False, error=_reason(e))]
     unique = {c.cubin: c for c in tape.compiled}
     return broken + [
-        Built(name, c.kernel, arch, _short(c.constants), c.shared, inspect(c.cubin), is_matrix[c.kernel])
+        Built(
+            name,
+            c.kernel,
+            arch,
+            _short(c.constants),
+            c.shared,
+            inspect(c.cubin),
+            is_matrix[c.kernel],
+            "griddepcontrol.wait" in c.ptx,
+        )
         for c in unique.values()
     ]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from splitserve.ops.kernels.archs import FIRST_OVERLAP
+
 WARP = 32
+
+_OVERLAP: ContextVar[bool] = ContextVar("overlap", default=True)
+
+_STARTED: ContextVar[list[str] | None] = ContextVar("started", default=None)
+"""Where names of kernels that run are put; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Compiled:
     arch: int
     constants: dict[str, Any]  # constexprs and options as the launcher gave them
     cubin: bytes
+    ptx: str
     shared: int  # bytes of shared memory
     num_warps: int
 
@@ -80,6 +89,27 @@ def compiling(arch: int, *, once: frozenset[str] = frozenset()) -> Iterator[Tape
         _TAPE.reset(token)
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Inside, kernels start only when the one before has ended (see ops/triton/overlap.py for what is normal)."""
+    token = _OVERLAP.set(False)
+    try:
+        yield
+    finally:
+        _OVERLAP.reset(token)
+
+
+@contextmanager
+def listing() -> Iterator[list[str]]:
+    """The names of the kernels that are started inside, in order."""
+    names: list[str] = []
+    token = _STARTED.set(names)
+    try:
+        yield names
+    finally:
+        _STARTED.reset(token)
+
+
 def launch(
     kernel: Any,  # of triton.jit
     grid: tuple[int, ...],
@@ -90,25 +120,39 @@ def launch(
     constants.setdefault(
         "enable_fp_fusion", True
     )  # else Triton's own default, which changes between versions
-    device = next(a.device for a in args if isinstance(a, torch.Tensor))
-    if device.type == "meta":
+    first = next(a for a in args if isinstance(a, torch.Tensor))
+    if _OVERLAP.get() and arch_of(first) >= FIRST_OVERLAP:
+        constants["launch_pdl"] = True
+    if first.is_meta:
         _compile(kernel, grid, args, constants)
     elif min(grid) > 0:
+        if (names := _STARTED.get()) is not None:
+            names.append(kernel.__name__)
         kernel[grid](*args, **constants)
 
 
 def arch_of(x: torch.Tensor) -> int:
     """90 for a tensor on an sm_90; what is being compiled for meta tensors; 0 on the CPU (the interpreter)."""
     if x.is_cuda:
-        major, minor = torch.cuda.get_device_capability(x.device)
-        return 10 * major + minor
+        return _arch_of(x.get_device())
     tape = _TAPE.get()
     return tape.arch if tape is not None and x.is_meta else 0
 
 
 def num_processors(x: torch.Tensor) -> int:
     """Multiprocessors of x's device, for choosing how far to split; a large GPU's number where there is none."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+    return _num_processors(x.get_device()) if x.is_cuda else 132
+
+
+@cache
+def _arch_of(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def _num_processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def interpreted() -> bool:
@@ -132,6 +176,7 @@ def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constant
             tape.arch,
             {**values, **options},
             result.asm["cubin"],
+            result.asm["ptx"],
             result.metadata.shared,
             result.metadata.num_warps,
         )

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import triton
 
-SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""KiB of shared memory that one block may have."""
-
 _TENSOR = re.compile(r"\b(?:UTC[A-Z]*MMA|[HQIOD]G?MMA)[.\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 

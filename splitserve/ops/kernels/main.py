@@ -1,4 +1,4 @@
-"""What the command line calls: `splitserve kernels build`, and the one line about kernels in `up` and `doctor`."""
+"""What `splitserve kernels build` does: compile the catalogue, say what came of it, remember it for the gate."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import triton
 
-from splitserve.errors import ConfigError
-from splitserve.ops.kernels.build import ARCHS, Built, build, missing
-from splitserve.ops.kernels.machine_code import SHARED_LIMIT, Code
+from splitserve.ops.kernels.archs import ARCHS
+from splitserve.ops.kernels.build import Built, build, missing
+from splitserve.ops.kernels.machine_code import Code
 
 OPS = Path(__file__).parent.parent
 
 
-def parse_archs(text: str) -> tuple[int, ...]:
-    """ "80,90" -> (80, 90). Raises ConfigError for what is no architecture that kernels are built for."""
-    try:
-        archs = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        archs = ()
-    unknown = [a for a in archs if a not in SHARED_LIMIT]
-    if not archs or unknown:
-        known = ",".join(map(str, ARCHS))
-        raise ConfigError(
-            f"--arch {text}: not a list of architectures", field="arch", fix=f"for instance --arch {known}"
-        )
-    return archs
-
-
-def build_command(archs: Sequence[int] = ARCHS, *, cache: Path, jobs: int | None = None) -> tuple[str, int]:
-    """Compile all kernels for `archs` into `cache`. (what to print, exit code): 1 where a kernel has a problem."""
-    built = build(archs, cache=cache, jobs=jobs)
+def build_command(
+    archs: Sequence[int] = ARCHS,
+    *,
+    cache: Path | None = None,  # Triton's own, if not given
+    jobs: int | None = None,
+    quick: bool = False,
+    into: Path | None = None,  # what was found, as JSON
+) -> tuple[str, int]:
+    """Compile the kernels for `archs` into `cache`. (what to print, exit code): 1 where a kernel has a problem."""
+    built = build(archs, cache=cache, jobs=jobs, quick=quick)
+    if into is not None:
+        write_built(into, built)
     absent = missing(built, archs)
-    lines = [
-        report(built),
-        f"{len(built)} forms of kernels are in {cache}; start engines with TRITON_CACHE_DIR={cache}",
-    ]
+    place = (
+        f"{cache}; start engines with TRITON_CACHE_DIR={cache}"
+        if cache
+        else f"{triton.knobs.cache.dir}, where engines look"
+    )
+    lines = [report(built), f"{len(built)} forms of kernels are in {place}"]
     lines += [f"missing: {name}" for name in absent]
     return "\n".join(lines), 1 if absent or any(b.problem for b in built) else 0
 
@@ -58,21 +53,6 @@ def report(built: Iterable[Built]) -> str:
         )
     lines += [f"sm_{b.arch} {b.kernel}: {b.problem} ({b.constants})" for b in built if b.problem]
     return "\n".join(lines)
-
-
-def summary() -> str:
-    """One line on the GPU at hand: which kernels run on it, and whether their tiles were tuned for it."""
-    if not torch.cuda.is_available():
-        return "kernels: plain torch, no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    arch = 10 * major + minor
-    name = torch.cuda.get_device_name()
-    if arch < min(ARCHS):
-        return f"kernels: plain torch, {name} is sm_{arch} and kernels need sm_{min(ARCHS)}"
-    tuned_for = (OPS / "kernels" / "data" / f"sm{arch}.json").is_file()
-    eight = "e4m3 products" if arch >= 89 else "bf16 products of e4m3 numbers"
-    tiles = f"tiles tuned on sm_{arch}" if tuned_for else "default tiles (see `splitserve bench ops`)"
-    return f"kernels: Triton {triton.__version__} on {name} (sm_{arch}), {eight}, {tiles}"
 
 
 def sources_digest() -> str:

@@ -1,5 +1,7 @@
 """Kernels in Triton, of the same names and signatures as ops/ref, and a few that do two of them at once."""
 
+from splitserve.ops.ref import WIDENS, Coded, Weight, prepare, widen
+
 from .attention import (
     DecodePlan,
     PrefillPlan,
@@ -17,8 +19,11 @@ from .rope import rope_table, rotate
 from .sampling import draw
 
 __all__ = [
+    "WIDENS",
+    "Coded",
     "DecodePlan",
     "PrefillPlan",
+    "Weight",
     "add_rms_norm",
     "attend_decode",
     "attend_prefill",
@@ -31,10 +36,12 @@ __all__ = [
     "mix_experts",
     "plan_decode",
     "plan_prefill",
+    "prepare",
     "rms_norm",
     "rope_table",
     "rotate",
     "scatter_units",
     "swiglu",
+    "widen",
     "write_rows",
 ]

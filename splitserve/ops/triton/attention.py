@@ -20,6 +20,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.triton.overlap import follow
 
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1.0e30)
@@ -56,6 +57,7 @@ def put_rows(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [tokens, heads]
+    follow()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BD)
     place = (
@@ -95,6 +97,7 @@ def decode_span(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [num_seqs, kv_heads, spans]
+    follow()
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     seq, kv_head, span = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens + seq)
@@ -137,6 +140,7 @@ def decode_join(
     BS: tl.constexpr,  # spans at once
 ):  # fmt: skip
     # grid: [rows]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BD)
     best = tl.full((), NEVER, tl.float32)
@@ -207,6 +211,7 @@ def prefill(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(num_tokens / BM), heads]; products in _prefill_tiles: tl.dot(...)
+    follow()
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     head = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first

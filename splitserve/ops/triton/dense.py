@@ -9,6 +9,7 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.ref.dense import embed, linear
 from splitserve.ops.triton.norms import add_rms_norm, norm_and_turn
+from splitserve.ops.triton.overlap import follow
 
 __all__ = ["add_rms_norm", "embed", "linear", "rms_norm", "swiglu"]
 
@@ -21,6 +22,7 @@ def silu_mul(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, ceil(size / BD)]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     gate = tl.load(gate_up + row * 2 * size + col, mask=col < size, other=0.0)

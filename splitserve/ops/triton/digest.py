@@ -14,6 +14,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.ref.digest import _signed
+from splitserve.ops.triton.overlap import follow
 from splitserve.spec import Field, Kind, Units, field_key
 
 GOLDEN = tl.constexpr(_signed(0x9E3779B97F4A7C15))
@@ -44,6 +45,7 @@ def digest_rows(
     WORDS: tl.constexpr,
 ):  # fmt: skip
     # grid: [num_rows]
+    follow()
     row = first + tl.program_id(0).to(tl.int64)
     start = tl.load(units + row // rows_per_unit) * unit_bytes + offset + (row % rows_per_unit) * row_stride
     total = tl.full((), 0, tl.int64)

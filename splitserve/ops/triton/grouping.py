@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
+from splitserve.ops.triton.overlap import follow
 
 CHUNK = 64  # pairs at once: a table of CHUNK x experts is held in registers
 FEW = 1024  # pairs that each program counts by itself
@@ -78,6 +79,7 @@ def group_few(
 ):  # fmt: skip
     # grid: [ceil(num_pairs / CHUNK)]
     # every program counts all pairs, then places its own and names its share of the blocks
+    follow()
     number = tl.arange(0, EXPERTS)
     everyone = tl.arange(0, PAIRS)
     owner = _local(experts, everyone, num_pairs, first, num_local)
@@ -114,6 +116,7 @@ def group_count(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     # grid: [chunks]
+    follow()
     found, _, _ = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(found, 0))
 
@@ -128,6 +131,7 @@ def group_add(
     SPAN: tl.constexpr,
 ):  # fmt: skip
     # grid: [1]
+    follow()
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for chunk in range(num_chunks):
@@ -149,6 +153,7 @@ def group_place(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     # grid: [chunks]
+    follow()
     found, expert, pair = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
     base = tl.load(bases + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS))
     _place(found, expert, pair, base, rows_of, CHUNK)

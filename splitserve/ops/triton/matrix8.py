@@ -14,6 +14,7 @@ import triton.language as tl
 
 from splitserve.ops.triton.codes import E4M3_BIAS, e2m1_numbers, e4m3_bits, e4m3_numbers, e4m3_scale, to_e4m3
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
+from splitserve.ops.triton.overlap import fetch_ahead, follow
 
 
 @triton.jit(do_not_specialize=["num_rows", "share"])
@@ -35,9 +36,12 @@ def weigh8(
     NATIVE: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(N / BN), blocks, SPLITS]
+    if GROUPED == "lists":
+        follow()  # the lists are another kernel's
     expert, row, used = tile_rows(rows_of, expert_of, num_rows, GROUPED, EXPERTS, BM)
     if not used:
         return
@@ -52,6 +56,12 @@ def weigh8(
     part = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(2) * part
     last = tl.minimum(first + part, blocks)
+    if GROUPED != "lists":
+        PACK: tl.constexpr = 4 if FORMAT == "e2m1" else 1  # numbers of one element
+        least = tl.minimum(n, N - 1).to(tl.int64)
+        begin = codes + expert * N * (K // PACK) + least * (K // PACK) + first * (128 // PACK)
+        fetch_ahead(begin, (last - first) * (64 if FORMAT == "e2m1" else 128), AHEAD)
+        follow()
     if FORMAT == "e2m1":
         j = tl.arange(0, 32)
         weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]
@@ -111,6 +121,7 @@ def add_parts(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, ceil(N / BD)], or half of the columns where GLU
+    follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     width = N // 2 if GLU else N
@@ -135,6 +146,7 @@ def quantise(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, ceil(K / BD)]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * (BD // 128) + tl.arange(0, BD // 128)
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -162,6 +174,7 @@ def expand_tiles(
     BK: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(N / BN), ceil(K / BK)]
+    follow()
     n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
     k = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
     inside = (n < N) & (k < K)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
+from splitserve.ops.triton.overlap import follow
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def move_units(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [n, ceil(size / BD)]
+    follow()
     i = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     a = tl.load(source_ids + i) if FROM else i

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 
@@ -20,7 +21,6 @@ from .matrix import weigh
 from .matrix8 import add_parts, expand_tiles, quantise, weigh8
 
 BLOCK = 128
-FIRST_FP8 = 89  # the first architecture with products of eight bits
 
 
 @dataclass(frozen=True)

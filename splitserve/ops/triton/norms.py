@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
+from splitserve.ops.triton.overlap import follow
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,6 +35,7 @@ def norm_turn(
     BR: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(num_rows / BR)]
+    follow()
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     token, head = row // heads, row % heads
     here = (row < num_rows)[:, None]
@@ -91,6 +93,7 @@ def add_norm(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BD)
     a = tl.load(x + row * D + col, mask=col < D, other=0.0)

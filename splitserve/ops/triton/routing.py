@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
+from splitserve.ops.triton.overlap import follow
 
 
 @triton.jit
@@ -24,6 +25,7 @@ def choose_few(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     # grid: [T]
+    follow()
     token = tl.program_id(0).to(tl.int64)
     expert, slot = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
     here = expert < num_experts
@@ -69,6 +71,7 @@ def add_choices(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
+    follow()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.digest import GOLDEN, _down, _mixed
+from splitserve.ops.triton.overlap import follow
 
 PART = 4096
 
@@ -28,6 +29,7 @@ def best_of_part(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, parts]
+    follow()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BD + tl.arange(0, BD)
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -51,6 +53,7 @@ def best_of_parts(
     BP: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BP)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.ref.v4.compress import Saves, Windows, plan_saves, plan_windows
+from splitserve.ops.triton.overlap import follow
 
 __all__ = ["Saves", "Windows", "plan_saves", "plan_windows", "pool_windows"]
 
@@ -39,6 +40,7 @@ def pool(
     BW: tl.constexpr,
 ):  # fmt: skip
     # grid: [N, ceil(width / BW)]
+    follow()
     window = tl.program_id(0).to(tl.int64)
     unit = tl.load(slot + window)
     col = tl.program_id(1) * BW + tl.arange(0, BW)

@@ -10,6 +10,7 @@ from splitserve.ops.kernels.launch import arch_of, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import Codes, Words, multiply, multiply_parts, rounded
+from splitserve.ops.triton.overlap import follow
 from splitserve.ops.triton.routing import add_up, choose
 
 from .quant import linear, linear_rounded
@@ -23,6 +24,7 @@ def gated(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, ceil(size / BD)]
+    follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     gate = tl.load(gate_up + row * 2 * size + col, mask=col < size, other=0.0).to(tl.float32)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.triton.overlap import follow
 
 STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
@@ -33,6 +34,7 @@ def hc_mix(
     BK: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(T / BT), SPLITS]
+    follow()
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     here = (token < num_tokens)[:, None]
     m, k = tl.arange(0, 32)[None, :], tl.arange(0, BK)
@@ -90,6 +92,7 @@ def hc_collapse(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)], and one more program of each token, for post and comb, unless HEAD
+    follow()
     token = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     mine, step = parts + token * 32, num_tokens * 32
@@ -146,6 +149,7 @@ def hc_expand(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
+    follow()
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, N)
     col = tl.program_id(1) * BD + tl.arange(0, BD)

@@ -17,6 +17,7 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.codes import e4m3_bits
+from splitserve.ops.triton.overlap import follow
 
 HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
 
@@ -44,6 +45,7 @@ def rate_entries(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(num_entries / (BN * TILES))]
+    follow()
     token = tl.program_id(0).to(tl.int64)
     seq = token if ONE else tl.load(seq_of + token)
     visible = tl.load(num_visible + token).to(tl.int32)
@@ -128,6 +130,7 @@ def select_best(
 ):  # fmt: skip
     # grid: [T]
     # the count-th largest by its digits, eight bits at a time; then all above it, and the first of its equals
+    follow()
     token = tl.program_id(0).to(tl.int64)
     row = scores + token * num_entries
     digit = tl.arange(0, 256)

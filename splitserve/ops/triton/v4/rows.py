@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.triton.codes import e4m3_scale, to_e4m3
-from splitserve.ops.triton.multiply import FIRST_FP8
+from splitserve.ops.triton.overlap import follow
 
 GROUP = 64
 
@@ -29,6 +30,7 @@ def put_latents(
     D: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows]
+    follow()
     i = tl.program_id(0).to(tl.int64)
     if DENSE:
         into = view + i * row_stride
@@ -67,6 +69,7 @@ def put_keys(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows]
+    follow()
     i = tl.program_id(0).to(tl.int64)
     if DENSE:
         into = view + i * row_stride
@@ -91,6 +94,7 @@ def move_rows(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [N, ceil(width / BD)]
+    follow()
     i = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     at = tl.load(unit + i)

@@ -17,6 +17,7 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.sparse import Rows
+from splitserve.ops.triton.overlap import follow
 
 from .latents import (
     LOG2E,
@@ -53,6 +54,7 @@ def attend_rate(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(tiles / share), ceil(heads / BH)]
+    follow()
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2) * BH + tl.arange(0, BH)
@@ -154,6 +156,7 @@ def attend_mix(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, chunks of C columns, ceil(heads / BH)]; products in _mix_tiles: tl.dot(...)
+    follow()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * C
     head = tl.program_id(2) * BH + tl.arange(0, BH)

@@ -15,6 +15,7 @@ import triton.language as tl
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.sparse import Rows
+from splitserve.ops.triton.overlap import follow
 
 from .latents import (
     LOG2E,
@@ -48,6 +49,7 @@ def attend_split(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, splits, ceil(heads / BH)]
+    follow()
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     TAIL: tl.constexpr = 384 if LONG else 0
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -137,6 +139,7 @@ def attend_join(
     TURN_BACK: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, heads]
+    follow()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.load(sink + head) * 1.4426950408889634
     total = tl.full((), 1.0, tl.float32)  # the sink, relative to itself
