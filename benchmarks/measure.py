@@ -50,12 +50,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1], "n": len(ordered)}
 
 
-def keep(name: str, result: Any) -> Path:
-    """Write results/NAME.json with command, commit and machine."""
+def keep(name: str, result: Any, *, places: Sequence[str] = ()) -> Path:
+    """Write results/NAME.json with command, commit and machine.
+
+    The command shows DIR for the values of the options in `places`: where something lies here is nobody else's affair.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_module(), *_shown(sys.argv[1:], places)]),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
@@ -63,6 +66,11 @@ def keep(name: str, result: Any) -> Path:
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _shown(words: Sequence[str], places: Sequence[str]) -> list[str]:
+    before = ["", *words]
+    return ["DIR" if last in places else word for last, word in zip(before, words, strict=False)]
 
 
 def _module() -> str:

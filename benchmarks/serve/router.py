@@ -291,7 +291,7 @@ def main() -> None:
     shutil.rmtree(home)
     show(cells)
     if args.keep:
-        print(keep(args.keep, cells))
+        print(keep(args.keep, cells, places=("--tools",)))
 
 
 if __name__ == "__main__":

@@ -25,37 +25,53 @@ from splitserve.errors import ConfigError, SplitserveError
 from splitserve.net.client import Client
 from splitserve.net.upstream import split_url
 
-from . import report
+from . import detached, report
 from .client import LoadClient
 from .metrics import Marks, Summary, summarize
-from .plan import Plan, from_words
+from .plan import Outputs, Plan, from_words
+from .runs import Run
 from .workload import Ask, Vocabulary, random_asks, read_trace, trace_asks
 
 WARM_TOKENS = 4
 _LINE_EVERY_S = 5.0
 
 
-def run(words: Sequence[str], *, running_url: str = "") -> int:
-    """The command: `words` are those after X is of the deployment that is up, if any."""
-    plan, json_path = from_words(words, running_url=running_url)
-    return bench(plan, json_path=json_path)
+def run(words: Sequence[str], *, running_url: str = "", program: Sequence[str] = (), runs_dir: Path) -> int:
+    """The command: `words` are those behind it, `running_url` is of the deployment that is up, if any.
+
+    `program` starts itself again for --detach, whose runs are kept in `runs_dir`.
+    """
+    if words and words[0] in detached.COMMANDS:
+        return detached.COMMANDS[words[0]](words[1:], runs_dir)
+    plan, outputs = from_words(words, running_url=running_url)
+    if outputs.detach:
+        return detached.begin(words, plan, outputs, runs_dir=runs_dir, program=program)
+    if outputs.recorded:
+        return detached.recorded(Path(outputs.recorded), lambda own: bench(plan, outputs, record=own))
+    return bench(plan, outputs)
 
 
-def bench(plan: Plan, *, json_path: Path | str | None = None) -> int:
-    """Measure and report. `json_path` "-" writes JSON to stdout and the table nowhere."""
+def bench(plan: Plan, outputs: Outputs | None = None, *, record: Run | None = None) -> int:
+    """Measure, print the table and write what `outputs` asks for; `record` keeps all of it."""
     import uvloop
 
     plan.check()
-    to_stdout = str(json_path) == "-"
+    outputs = outputs or Outputs()
+    to_stdout = outputs.json == "-"
     console = Console(stderr=to_stdout)
     summaries, facts = uvloop.run(measure(plan, console))
+    text, html = _to_text(summaries, facts), report.to_html(summaries, facts)
     if to_stdout:
-        sys.stdout.write(_to_text(summaries, facts))
+        sys.stdout.write(text)
     else:
         report.print_report(console, summaries, f"{facts['url']}  {facts['model']}  {facts['workload']}")
-        if json_path is not None:
-            Path(json_path).write_text(_to_text(summaries, facts), encoding="utf-8")
-            console.print(f"written to {json_path}", highlight=False)
+    for path, content in ((outputs.json, text), (outputs.html, html)):
+        if path not in ("", "-"):
+            Path(path).write_text(content, encoding="utf-8")
+            console.print(f"written to {path}", highlight=False)
+    if record is not None:
+        record.result.write_text(text, encoding="utf-8")
+        record.page.write_text(html, encoding="utf-8")
     return 1 if any(s.num_failed for s in summaries) else 0
 
 

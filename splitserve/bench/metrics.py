@@ -81,7 +81,8 @@ class Spread:
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
         if not values:
-            return Spread(*([math.nan] * 7))
+            nan = math.nan
+            return Spread(nan, nan, nan, nan, nan, nan, nan)
         mean = math.fsum(values) / len(values)
         std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
         q = [percentile(values, p) for p in (50, 90, 95, 99)]

@@ -76,9 +76,24 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Where the figures go besides the table."""
+
+    json: str = ""  # "-": stdout, and no table
+    html: str = ""
+    detach: bool = False
+    recorded: str = ""  # directory of the run that this process is (runs.py)
+
+
 def parser() -> argparse.ArgumentParser:
     """`splitserve bench [URL] ...`"""
-    p = argparse.ArgumentParser("splitserve bench", description="measure a server from outside")
+    p = argparse.ArgumentParser(
+        "splitserve bench",
+        description="measure a server from outside",
+        epilog="bench status [ID], bench results ID: what --detach has started; both take --json, results --html FILE",
+        allow_abbrev=False,
+    )
     p.add_argument(
         "url", nargs="?", help=f"server or router (default: the deployment that is up, else {DEFAULT_URL})"
     )
@@ -102,13 +117,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--slo-tpot-ms", type=float)
     p.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", help="seconds for one request")
     p.add_argument(
-        "--json", dest="json_path", nargs="?", const="-", help="write JSON to a file, or to stdout"
+        "--json",
+        dest="json_path",
+        nargs="?",
+        const="-",
+        default="",
+        help="write JSON to a file, or to stdout",
     )
+    p.add_argument("--html", default="", metavar="FILE", help="write one page with tables and plots")
+    p.add_argument(
+        "--detach", "-d", action="store_true", help="return at once; it goes on without this terminal"
+    )
+    p.add_argument("--recorded", default="", help=argparse.SUPPRESS)  # the other half of --detach
     return p
 
 
-def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, str | None]:
-    """(Plan, where JSON goes) of the command line; `running_url` is measured where it names no other.
+def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, Outputs]:
+    """What the command line asks for; `running_url` is measured where it names no other.
 
     argparse exits with code 2 for what it cannot read.
     """
@@ -126,7 +151,15 @@ def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, st
         timeout_s=args.timeout_s,
     )
     plan.check()
-    return plan, args.json_path
+    return plan, Outputs(args.json_path, args.html, args.detach, args.recorded)
+
+
+def undetached(words: Sequence[str], *, url: str) -> list[str]:
+    """The words of the process that --detach starts: the same measurement of `url`, JSON for stdout left out."""
+    args = parser().parse_args(list(words))
+    own = {"--detach", "-d", *(("--json", "--json=-", "-") if args.json_path == "-" else ())}
+    left = [w for w in words if w not in own]
+    return left if args.url else [*left, url]
 
 
 def slo_of(args: argparse.Namespace) -> Slo | None:

@@ -1,16 +1,25 @@
-"""A run's figures as a table for people and as JSON for programs; also under the names of sglang.bench_serving."""
+"""A run's figures: tables, one HTML page, and JSON, also under the names of sglang.bench_serving. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from .metrics import Summary
+from . import page
+from .metrics import Spread, Summary
+
+LATENCIES: dict[str, Callable[[Summary], Spread]] = {
+    "TTFT": lambda s: s.ttft_s,
+    "TPOT": lambda s: s.tpot_s,
+    "ITL": lambda s: s.itl_s,
+    "E2E": lambda s: s.e2e_s,
+}
 
 ENOUGH_FOR_P99 = 100
 """Samples below which the table leaves p99 out: it would repeat the maximum and look like a measurement."""
@@ -39,7 +48,8 @@ def latency_table(summaries: Sequence[Summary]) -> Table:
     for name in ("load", "", "mean", "p50", "p90", "p99", "max"):
         found.add_column(name, justify="right", no_wrap=True)
     for s in summaries:
-        for name, x in (("TTFT", s.ttft_s), ("TPOT", s.tpot_s), ("ITL", s.itl_s), ("E2E", s.e2e_s)):
+        for name, read in LATENCIES.items():
+            x = read(s)
             tail = x.p99 if x.num >= ENOUGH_FOR_P99 else nan
             cells = [_number(v * 1000) for v in (x.mean, x.median, x.p90, tail, x.max)]
             found.add_row(_load(s) if name == "TTFT" else "", name, *cells, end_section=name == "E2E")
@@ -54,6 +64,31 @@ def print_report(console: Console, summaries: Sequence[Summary], title: str) -> 
             console.print(f"[red]failed[/] {_load(s)}: {count} x {text}", highlight=False)
         for text, count in s.mismatches:
             console.print(f"[yellow]counts differ[/] {_load(s)}: {count} x {text}", highlight=False)
+
+
+def to_html(summaries: Sequence[Summary], facts: Mapping[str, Any]) -> str:
+    """One page: both tables, throughput and latencies over the load, and how it was measured."""
+    parts = [page.table(*_cells(t)) for t in (throughput_table(summaries, ""), latency_table(summaries))]
+    x_unit = "requests/s" if any(s.rate for s in summaries) else "at once"
+    at = [(s.rate or float(s.concurrency), s) for s in summaries]
+    rates = {"out tok/s": [(x, s.output_rate) for x, s in at]}
+    parts.append(page.lines("throughput", "tok/s", rates, x_unit=x_unit))
+    for name, read in LATENCIES.items():
+        series = {
+            part: [(x, v * 1000) for x, s in at if math.isfinite(v := getattr(read(s), field))]
+            for part, field in (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
+        }
+        parts.append(page.lines(name, "ms", series, x_unit=x_unit))
+    errors = [f"failed, {_load(s)}: {count} x {text}" for s in summaries for text, count in s.errors]
+    parts += [page.paragraph(e) for e in errors]
+    parts.append(page.preformatted("\n".join(f"{k}: {v}" for k, v in facts.items())))
+    return page.page(f"{facts['model']} at {facts['url']}", parts)
+
+
+def _cells(drawn: Table) -> tuple[list[str], list[list[str]]]:
+    """A table's headings and rows as plain text."""
+    columns = [[Text.from_markup(str(cell)).plain for cell in c.cells] for c in drawn.columns]
+    return [str(c.header) for c in drawn.columns], [list(row) for row in zip(*columns, strict=True)]
 
 
 def to_json(summary: Summary) -> dict[str, Any]:

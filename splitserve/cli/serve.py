@@ -47,9 +47,17 @@ def bench(args: argparse.Namespace) -> int:
 
         return bench_ops(args.words[1:])
     from splitserve.bench.main import run
+    from splitserve.launch.rundir import root
     from splitserve.launch.stage import running_url
 
-    return int(run(args.words, running_url=running_url(otherwise="")))
+    return int(
+        run(
+            args.words,
+            running_url=running_url(otherwise=""),
+            program=args.program,
+            runs_dir=root() / ".bench",
+        )
+    )
 
 
 def compare(args: argparse.Namespace) -> int:

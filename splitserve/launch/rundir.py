@@ -1,6 +1,7 @@
 """The run directory of a deployment: what it keeps on disk while it runs, and how the next command cleans up after it.
 
     $XDG_RUNTIME_DIR/splitserve/  or  /tmp/splitserve-UID/      0700, ours
+      .bench/                     measurements that go on without a terminal (bench/runs.py)
       NAME/                       0700
         lock                      flock held by the supervisor for life: free means it is dead
         state.json                pids with start ticks, ports, urls; replaced whole
@@ -42,7 +43,7 @@ def root() -> Path:
 
 def names(where: Path | None = None) -> list[str]:
     """Deployments with a run directory, running or not."""
-    return sorted(p.name for p in (where or root()).iterdir() if p.is_dir())
+    return sorted(p.name for p in (where or root()).iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def _own(path: Path) -> Path:

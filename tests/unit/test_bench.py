@@ -6,11 +6,16 @@ import asyncio
 import io
 import json
 import math
+import os
 import random
+import signal
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splitserve.bench import report
+from splitserve.bench import report, runs
 from splitserve.bench.client import LoadClient
 from splitserve.bench.main import bench, measure, run
 from splitserve.bench.metrics import Marks, Slo, Spread, percentile, summarize
-from splitserve.bench.plan import Plan, from_words
+from splitserve.bench.plan import Outputs, Plan, from_words, undetached
 from splitserve.bench.workload import (
     TRACE_BLOCK,
     Vocabulary,
@@ -322,7 +327,7 @@ def test_a_server_that_dies_in_mid_run_is_counted_not_hung() -> None:
 
 def test_unreachable_target() -> None:
     with pytest.raises(ConfigError, match="cannot connect") as caught:
-        run(["http://127.0.0.1:1"])
+        run(["http://127.0.0.1:1"], runs_dir=Path())
     assert caught.value.fix
 
 
@@ -346,12 +351,12 @@ def test_targets_that_cannot_be_measured(status: int, body: dict[str, object], t
 
 
 def test_words() -> None:
-    found, json_path = from_words(
+    found, outputs = from_words(
         ["h:1", "--concurrency", "2,3", "--num", "5", "--json", "out.json", "--seed", "4"]
     )
-    assert (found.url, found.shapes, found.seed, json_path) == ("h:1", [(2, 5), (3, 5)], 4, "out.json")
+    assert (found.url, found.shapes, found.seed, outputs.json) == ("h:1", [(2, 5), (3, 5)], 4, "out.json")
     assert from_words([])[0].shapes == [(1, 6), (8, 24), (16, 32)]
-    assert from_words(["--json"])[1] == "-"
+    assert from_words(["--json"])[1].json == "-"
     assert from_words(["--slo-ttft-ms", "500", "--slo-tpot-ms", "50"])[0].slo == Slo(0.5, 0.05)
 
 
@@ -404,37 +409,122 @@ def test_spread_of_nothing() -> None:
     assert math.isnan(Spread.of([]).p99)
 
 
-def test_exit_code_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command, server in a thread of its own."""
-    import threading
-
+@pytest.fixture
+def target() -> Iterator[str]:
+    """URL of the fake engine, served in a thread of its own."""
     ready = threading.Event()
-    box: dict[str, object] = {}
+    box: dict[str, Any] = {}
 
     def serve_in_thread() -> None:
         async def main() -> None:
             server = await serve(engine, host="127.0.0.1", port=0)
-            box["port"], box["stop"] = server.port, asyncio.Event()
-            box["loop"] = asyncio.get_running_loop()
+            box.update(port=server.port, stop=asyncio.Event(), loop=asyncio.get_running_loop())
             ready.set()
-            await box["stop"].wait()  # type: ignore[attr-defined]
+            await box["stop"].wait()
             await server.close()
 
         asyncio.run(main())
 
     thread = threading.Thread(target=serve_in_thread)
     thread.start()
-    try:
-        assert ready.wait(5)
-        path = tmp_path / "out.json"
-        target = Plan(f"http://127.0.0.1:{box['port']}", (2,), (4,), 8, 3)
-        assert bench(target, json_path=path) == 0
-        told = json.loads(path.read_text())
-        assert told["results"][0]["num"] == 4
-        assert told["results"][0]["mismatches"] == {}
-        assert "TTFT" in capsys.readouterr().out
-        assert bench(target, json_path="-") == 0
-        assert json.loads(capsys.readouterr().out)["model"] == "fake"
-    finally:
-        box["loop"].call_soon_threadsafe(box["stop"].set)  # type: ignore[attr-defined]
-        thread.join(5)
+    assert ready.wait(5)
+    yield f"http://127.0.0.1:{box['port']}"
+    box["loop"].call_soon_threadsafe(box["stop"].set)
+    thread.join(5)
+
+
+def test_exit_code_and_files(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command."""
+    path, page = tmp_path / "out.json", tmp_path / "out.html"
+    asked = Plan(target, (2, 3), (4,), 8, 3)
+    assert bench(asked, Outputs(json=str(path), html=str(page))) == 0
+    told = json.loads(path.read_text())
+    assert told["results"][0]["num"] == 4
+    assert told["results"][0]["mismatches"] == {}
+    assert "TTFT" in capsys.readouterr().out
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 5
+    assert "<td>c=3</td>" in drawn
+    assert "http-equiv" not in drawn
+    assert "<script" not in drawn
+    assert bench(asked, Outputs(json="-")) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "fake"
+
+
+# ---------------------------------------------------------------- without a terminal
+
+
+PROGRAM = (sys.executable, "-m", "splitserve")
+SHORT = ["--concurrency", "2", "--num", "4", "--input-len", "8", "--output-len", "3"]
+
+
+def wait_for_end(where: Path, name: str) -> dict[str, Any]:
+    end = time.monotonic() + 30
+    while (found := runs.describe(runs.find(where, name)))["state"] == "running":
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    return found
+
+
+def test_a_detached_run_leaves_its_figures(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / ".bench"
+    assert run([target, "--detach", "--json", *SHORT], program=PROGRAM, runs_dir=where) == 0
+    name = json.loads(capsys.readouterr().out)["id"]
+    found = wait_for_end(where, name)
+    assert (found["state"], found["code"], found["url"]) == ("done", 0, target)
+    assert run(["status"], runs_dir=where) == 0
+    assert f"{name}  done" in capsys.readouterr().out
+    assert run(["status", name, "--json"], runs_dir=where) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["id"] == name
+    assert run(["results", name], runs_dir=where) == 0
+    assert "TTFT" in capsys.readouterr().out
+    assert run(["results", name, "--json"], runs_dir=where) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["num"] == 4
+    assert run(["results", name, "--html", str(tmp_path / "page.html")], runs_dir=where) == 0
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_a_detached_run_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / ".bench"
+    assert run(["http://127.0.0.1:1", "--detach", *SHORT], program=PROGRAM, runs_dir=where) == 0
+    name = capsys.readouterr().out.split()[0]
+    found = wait_for_end(where, name)
+    assert (found["state"], found["code"]) == ("failed", 2)
+    assert run(["results", name], runs_dir=where) == 1
+    assert f"{name} is failed" in capsys.readouterr().err
+
+
+def test_a_detached_run_that_is_killed_is_known_to_be_dead(target: str, tmp_path: Path) -> None:
+    where = tmp_path / ".bench"
+    words = [target, "--detach", "--concurrency", "1", "--num", "100000", "--output-len", "3"]
+    assert run(words, program=PROGRAM, runs_dir=where) == 0
+    (one,) = runs.newest_first(where)
+    end = time.monotonic() + 20
+    while not one.read().pid:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert os.getsid(one.read().pid) == one.read().pid  # no hang-up of this terminal reaches it
+    assert one.read().state == "running"
+    os.kill(one.read().pid, signal.SIGKILL)
+    assert wait_for_end(where, one.path.name)["state"] == "died"
+
+
+@pytest.mark.parametrize("name", ["20261130-000000-abcd", "../x", ""])
+def test_no_such_run_is_a_wrong_word(tmp_path: Path, name: str) -> None:
+    for command in ("status", "results") if name else ():
+        with pytest.raises(ConfigError, match="no run"):
+            run([command, name], runs_dir=tmp_path)
+    assert run(["status"], runs_dir=tmp_path) == 0
+
+
+def test_what_cannot_be_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        run(["--detach", "--input-len", "0"], program=PROGRAM, runs_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_of_the_process_that_detach_starts() -> None:
+    assert undetached(["-d", "--json", "--seed", "1"], url="h:1") == ["--seed", "1", "h:1"]
+    assert undetached(["h:2", "--detach", "--json", "f"], url="h:2") == ["h:2", "--json", "f"]
