@@ -15,6 +15,7 @@
     ├── Overloaded             no room now; try later                                       HTTP 503 + Retry-After
     ├── DeadlineExceeded       the request's one deadline passed                            HTTP 503
     ├── TransferError          the state did not cross and could not be made up for         HTTP 503
+    ├── FetchError             a model could not be downloaded: network, disk, damaged       exit 1
     ├── PeerLost               a process of the pair died under the request                 HTTP 502
     │   └── EngineLost         the engine behind this server's own HTTP front died          HTTP 502
     ├── ProtocolError          two of our processes disagree; always a bug or a version mix HTTP 500
@@ -125,6 +126,10 @@ class DeadlineExceeded(SplitserveError):
 class TransferError(SplitserveError):
     code = "transfer_failed"
     status = 503
+
+
+class FetchError(SplitserveError):
+    code = "fetch_failed"
 
 
 class PeerLost(SplitserveError):

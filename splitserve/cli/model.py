@@ -1,4 +1,4 @@
-"""`make-checkpoint` and `state`: random models on disk, and what a model keeps for a request."""
+"""`fetch`, `make-checkpoint` and `state`: models onto this disk, and what a model keeps for a request."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def make_checkpoint(args: argparse.Namespace) -> int:
     )
     done = {"directory": str(directory), "bytes": num_bytes, "seed": args.seed}
     print(json.dumps(done) if args.json else f"{directory}: {num_bytes:,} bytes")
+    return 0
+
+
+def fetch(args: argparse.Namespace) -> int:
+    """Download a checkpoint. Called again it goes on where it stopped."""
+    from splitserve.weights import fetch as hub
+    from splitserve.weights.locate import DEMO_MODEL, locate
+
+    if args.model.lower() == DEMO_MODEL:
+        print(f"{locate(DEMO_MODEL).path}: comes with its package")
+        return 0
+    directory = Path(args.dir or args.model.rpartition("/")[2])
+    done = hub.fetch(args.model, directory, revision=args.revision, tell=lambda line: print(line, file=sys.stderr))
+    answer = {
+        "directory": str(done.directory),
+        "repository": done.repository,
+        "revision": done.revision,
+        "files": done.num_files,
+        "bytes": done.num_bytes,
+    }
+    text = f"{done.directory}: {done.num_files} files, {done.num_bytes:,} bytes, {done.repository} at {done.revision[:12]}"
+    print(json.dumps(answer) if args.json else text)
     return 0
 
 

@@ -168,6 +168,13 @@ def _words(parser: argparse.ArgumentParser) -> None:
     """Nothing: the part reads its own words, `--help` too."""
 
 
+def _fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="OWNER/NAME on the Hub, or a short name: deepseek-v4-flash")
+    parser.add_argument("--dir", default="", metavar="DIR", help="where to; default: the model's name, here")
+    parser.add_argument("--revision", default="main", metavar="REV", help="branch, tag or commit (default: main)")
+    _json(parser)
+
+
 def _make_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="new directory for it")
     parser.add_argument("--like", default="deepseek-v4-flash", metavar="MODEL", help="deepseek-v4-flash")
@@ -221,6 +228,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
     "bench": ("measure a server; `bench ops`: the kernels on this GPU", _SERVE, _words),
     "compare": ("does the split pay on these devices?", _SERVE, _words),
+    "fetch": ("download a model", _MODEL, _fetch),
     "make-checkpoint": ("write a random model", _MODEL, _make_checkpoint),
     "state": ("bytes that a model keeps for a request", _MODEL, _state),
     "kernels": ("compile the GPU kernels ahead of time", _KERNELS, _kernels),
