@@ -109,9 +109,12 @@ class Deployment:
         """(status, JSON) of a GET, or of a POST where there is a body."""
         return call(self.url(name) + path, body, timeout_s=timeout_s)
 
-    def generate(self, tokens: list[int], num: int, *, at: str = "router", **more: Any) -> Any:
+    def generate(
+        self, tokens: list[int], num: int, *, at: str = "router", timeout_s: float = 60.0, **more: Any
+    ) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": num, "ignore_eos": True}
-        return self.call(at, "/generate", {"input_ids": tokens, "sampling_params": sampling, **more})
+        body = {"input_ids": tokens, "sampling_params": sampling, **more}
+        return self.call(at, "/generate", body, timeout_s=timeout_s)
 
     def check(self) -> None:
         """Both engines' own books are in order."""
