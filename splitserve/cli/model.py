@@ -43,7 +43,9 @@ def fetch(args: argparse.Namespace) -> int:
         print(f"{locate(DEMO_MODEL).path}: comes with its package")
         return 0
     directory = Path(args.dir or args.model.rpartition("/")[2])
-    done = hub.fetch(args.model, directory, revision=args.revision, tell=lambda line: print(line, file=sys.stderr))
+    done = hub.fetch(
+        args.model, directory, revision=args.revision, tell=lambda line: print(line, file=sys.stderr)
+    )
     answer = {
         "directory": str(done.directory),
         "repository": done.repository,
@@ -51,7 +53,10 @@ def fetch(args: argparse.Namespace) -> int:
         "files": done.num_files,
         "bytes": done.num_bytes,
     }
-    text = f"{done.directory}: {done.num_files} files, {done.num_bytes:,} bytes, {done.repository} at {done.revision[:12]}"
+    commit = done.revision[:12]
+    text = (
+        f"{done.directory}: {done.num_files} files, {done.num_bytes:,} bytes, {done.repository} at {commit}"
+    )
     print(json.dumps(answer) if args.json else text)
     return 0
 

@@ -169,9 +169,13 @@ def _words(parser: argparse.ArgumentParser) -> None:
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="OWNER/NAME on the Hub, or a short name: deepseek-v4-flash")
+    parser.add_argument(
+        "model", metavar="MODEL", help="OWNER/NAME on the Hub, or a short name: deepseek-v4-flash"
+    )
     parser.add_argument("--dir", default="", metavar="DIR", help="where to; default: the model's name, here")
-    parser.add_argument("--revision", default="main", metavar="REV", help="branch, tag or commit (default: main)")
+    parser.add_argument(
+        "--revision", default="main", metavar="REV", help="branch, tag or commit (default: main)"
+    )
     _json(parser)
 
 
