@@ -222,7 +222,12 @@ def _ordered(engine: FakeEngine, request: wire.Generate) -> Sequence[Item]:
     if "DIE" in text:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return say("dying", end=False)(request)[:-1]
-    return say("Hello there")(request)
+    said = list(say("Hello there")(request))
+    if (
+        isinstance(said[-1], TokenEvent) and said[-1].finish is None
+    ):  # no stop token, and more is wanted than there is
+        said[-1] = msgspec.structs.replace(said[-1], finish=FinishReason.LENGTH)
+    return said
 
 
 def _refuse(endpoint: str) -> int:
