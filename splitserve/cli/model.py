@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError
-from splitserve.spec import Growth, StateSpec, bytes_per_token, live_bytes
+from splitserve.spec import Growth, Layout, StateSpec, bytes_per_token, lay_out, live_bytes
 
 _LIKE = "deepseek-v4-flash"
 
@@ -62,27 +62,41 @@ def fetch(args: argparse.Namespace) -> int:
 
 
 def state(args: argparse.Namespace) -> int:
-    """Bytes that a request keeps and a handoff moves, by prompt length."""
+    """Bytes that a request holds and a handoff moves, by prompt length, and the least that the model needs."""
     from splitserve.models import registry
     from splitserve.models.read import read_config
     from splitserve.weights.locate import locate
 
-    specs = registry.states(read_config(locate(args.model)), dtype=args.dtype, kv=args.kv_dtype)
-    rows = [_row(specs, length) for length in args.lengths]
+    cfg = read_config(locate(args.model))
+    specs = registry.states(cfg, dtype=args.dtype, kv=args.kv_dtype)
+    least = registry.family(cfg).least
+    kv = {} if args.kv_dtype == "auto" else {"kv": args.kv_dtype}
+    layout = lay_out(specs, page_tokens=args.page_tokens)
+    rows = [_row(specs, length, layout) for length in args.lengths]
+    for row in rows:
+        row["least"] = least(cfg, row["tokens"], dtype=args.dtype, **kv) if least else row["moved"]
     if args.json:
         print(json.dumps({"bytes_per_token": bytes_per_token(specs), "prompts": rows}))
         return 0
     print(f"{bytes_per_token(specs):,.2f} bytes for each further token, on each rank that holds all of it\n")
-    print(f"{'tokens':>10}  {'moved':>15}  {'in pages':>15}  {'in the slot':>15}")
+    print(
+        f"a page of {args.page_tokens} tokens: {layout.page_bytes:,} bytes; a slot: {layout.slot_bytes:,}\n"
+    )
+    names = ("in pages", "in the slot", "moved", "least")
+    print(f"{'tokens':>10}", *(f"{name:>15}" for name in names), f"{'moved/least':>12}  {'held':>15}")
     for row in rows:
-        print(f"{row['tokens']:>10,}  {row['moved']:>15,}  {row['pages']:>15,}  {row['slot']:>15,}")
+        shown = (row["pages"], row["slot"], row["moved"], row["least"])
+        ratio = row["moved"] / row["least"]
+        print(f"{row['tokens']:>10,}", *(f"{n:>15,}" for n in shown), f"{ratio:>12.3f}  {row['held']:>15,}")
     return 0
 
 
-def _row(specs: list[StateSpec], length: int) -> dict[str, Any]:
+def _row(specs: list[StateSpec], length: int, layout: Layout) -> dict[str, Any]:
+    """`moved` by a handoff, and `held` by the request: whole pages and a whole slot."""
     pages = live_bytes([s for s in specs if s.growth is Growth.PAGED], 0, length)
     moved = live_bytes(specs, 0, length)
-    return {"tokens": length, "moved": moved, "pages": pages, "slot": moved - pages}
+    held = -(-length // layout.page_tokens) * layout.page_bytes + layout.slot_bytes
+    return {"tokens": length, "moved": moved, "pages": pages, "slot": moved - pages, "held": held}
 
 
 def _show(done: float) -> None:

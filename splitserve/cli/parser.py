@@ -198,6 +198,7 @@ def _state(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bf16", choices=("f32", "bf16", "f16"), help="default: bf16")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"), help="fp8: packed rows")
+    parser.add_argument("--page-tokens", type=int, default=128, metavar="N", help="default: 128")
     _json(parser)
 
 

@@ -57,10 +57,33 @@ def deepseek_v4_states(
     return specs
 
 
+def least_bytes(cfg: DeepseekV4Config, length: int, *, dtype: str, kv: str = "") -> int:
+    """The least that can be kept of a prompt of `length` tokens for decoding to go on, in the same encodings.
+
+    Counted from the model, not from the states above: windows, entries that are complete, and the compressors' float32
+    input of tokens that wait, or are needed once more by the next entry.
+    """
+    latent, index = _row_bytes(cfg, kv or dtype)
+    csa, hca = (sum(r == ratio for r in cfg.ratios[: cfg.num_layers]) for ratio in (CSA, HCA))
+    window = cfg.num_layers * min(length, cfg.window_len) * latent
+    entries = csa * (length // CSA) * (latent + index) + hca * (length // HCA) * latent
+    width = 4 * 2 * (cfg.head_dim + cfg.index_dim)  # [kv | score] of one half
+    overlap = CSA * width if length >= CSA else 0
+    waiting = csa * (overlap * 2 + length % CSA * 2 * width) + hca * (length % HCA) * 4 * 2 * cfg.head_dim
+    return window + entries + waiting
+
+
+def _row_bytes(cfg: DeepseekV4Config, kv: str) -> tuple[int, int]:
+    """Bytes of a latent and of an index key."""
+    if kv == "fp8":
+        return latent_bytes(cfg.nope_dim, cfg.rope_dim), cfg.index_dim + 4
+    return cfg.head_dim * BYTES[kv], cfg.index_dim * BYTES[kv]
+
+
 def _layer_states(cfg: DeepseekV4Config, layer: int, kv: str) -> list[StateSpec]:
     d, i = cfg.head_dim, cfg.index_dim
-    latent = (latent_bytes(cfg.nope_dim, cfg.rope_dim), PACKED_LATENT) if kv == "fp8" else (d * BYTES[kv], kv)
-    index = (i + 4, PACKED_INDEX) if kv == "fp8" else (i * BYTES[kv], kv)
+    names = (PACKED_LATENT, PACKED_INDEX) if kv == "fp8" else (kv, kv)
+    latent, index = zip(_row_bytes(cfg, kv), names, strict=True)
     specs = [StateSpec("window", layer, Growth.RING, latent[0], rows=cfg.window_len, encoding=latent[1])]
     ratio = cfg.ratios[layer]
     if ratio == CSA:

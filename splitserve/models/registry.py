@@ -11,7 +11,7 @@ from splitserve.errors import ConfigError, WeightsError
 from splitserve.spec import StateSpec
 
 from .config import ModelConfig
-from .deepseek_v4_states import deepseek_v4_states
+from .deepseek_v4_states import deepseek_v4_states, least_bytes
 from .states import decoder_states
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ class Family:
     name: str  # class in the module: (cfg, tp, dtype, device)
     packs: bool = False  # its states can be packed: `states` takes kv="fp8"
     dummies: bool = False  # it can make its weights up: `load_dummy`
+    least: Callable[..., int] | None = (
+        None  # (cfg, length, *, dtype, kv) -> bytes; None: its states are the least
+    )
     drafts: bool = False  # it can guess tokens ahead: `states` and the class take draft=True
 
 
@@ -46,6 +49,7 @@ _DEEPSEEK_V4 = Family(
     "DeepseekV4",
     packs=True,
     dummies=True,
+    least=least_bytes,
     drafts=True,
 )
 

@@ -46,6 +46,28 @@ def test_state_of_flash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert run("state", str(tmp_path), "--kv-dtype", "fp8", "--lengths", "4096", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["bytes_per_token"] == 3850.25
-    assert shown["prompts"] == [{"tokens": 4096, "moved": 19_845_120, "pages": 15_770_624, "slot": 4_074_496}]
+    (row,) = shown["prompts"]
+    held = row.pop("held")
+    assert row == {
+        "tokens": 4096,
+        "moved": 19_845_120,
+        "pages": 15_770_624,
+        "slot": 4_074_496,
+        "least": 19_845_120,
+    }
+    assert held > row["moved"]
     assert run("state", str(tmp_path)) == 0
     assert "6,880.00 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_flash_keeps_little_more_than_it_must(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kv: str
+) -> None:
+    """At 256, 4,096, 4,097 and 131,072 tokens; beyond it pages and the slot are whole."""
+    (tmp_path / "config.json").write_text(json.dumps(FLASH))
+    assert run("state", str(tmp_path), "--kv-dtype", kv, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["prompts"]
+    assert [r["tokens"] for r in rows] == [256, 4096, 4097, 131_072]
+    for row in rows:
+        assert row["moved"] <= 1.05 * row["least"], row

@@ -9,7 +9,7 @@ import pytest
 
 from splitserve.errors import ConfigError, WeightsError
 from splitserve.models.deepseek_v4_config import DeepseekV4Config, from_json
-from splitserve.models.deepseek_v4_states import deepseek_v4_states
+from splitserve.models.deepseek_v4_states import deepseek_v4_states, least_bytes
 from splitserve.models.make_checkpoint import FLASH, T1, TINY, flash
 from splitserve.spec import Growth, lay_out, live_bytes
 
@@ -107,6 +107,7 @@ def test_a_handoff_moves_little_more_than_it_must(s: int, kv: str, entry: int, i
     moved = live_bytes(specs, 0, s)
     assert moved <= 1.05 * minimal_bytes(s, entry, index)
     assert moved >= 0.9 * minimal_bytes(s, entry, index)
+    assert least_bytes(config(), s, dtype="bf16", kv=kv) == minimal_bytes(s, entry, index)
 
 
 def test_growth_per_token() -> None:
