@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from splitserve.errors import ConfigError
+from splitserve.numa import POLICIES
 
 T = TypeVar("T")
 
@@ -79,6 +80,16 @@ class EngineConfig:
     )
     threads: int = _f(0, "compute threads of a rank; 0: one for each of its cpus", low=0)
     cpus: tuple[int, ...] = _f((), "cpus of the ranks; empty: those this process may use")
+    gpus: tuple[int, ...] = _f(
+        (), "GPUs of the ranks, as `splitserve topology` numbers them; empty: chosen by place"
+    )
+    node: int = _f(-1, "NUMA node whose cpus, memory and GPUs to take; -1: chosen by place", low=-1)
+    memory_bind: str = _f(
+        "auto",
+        "memory of the ranks from their node: bind (only), prefer, interleave (all nodes), none; auto: bind where there"
+        " are several nodes and the cpus lie on one",
+        one_of=POLICIES,
+    )
     allow_faults: bool = _f(False, "let `verify --plant` damage transfers on purpose")
 
 

@@ -32,11 +32,14 @@ FOLLOW_PAUSE_S = 0.2
 def up(args: argparse.Namespace) -> int:
     """Start a deployment and stay with it, or (--detach) return once it is ready."""
     deployment = load(args.file, overrides=args.set)
-    if args.program == PROGRAM:  # tests start other programs, which know other models
+    # Another machine has other files; tests start other programs, which know other models.
+    if args.program == PROGRAM and not args.topology:
         check_models(deployment)
     if args.detach:
         return _detach(args, deployment)
-    machine = topology.read()
+    if args.topology and not args.dry_run:
+        raise ConfigError("--topology plans for another machine", field="topology", fix="add --dry-run")
+    machine = topology.load(args.topology) if args.topology else topology.read()
     specs = placement.place(machine, deployment)
     path = _kernel_path(machine, specs)
     if args.dry_run:

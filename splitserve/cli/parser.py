@@ -84,6 +84,12 @@ def _up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and why")
     parser.add_argument(
+        "--topology",
+        default="",
+        metavar="FILE",
+        help="with --dry-run: plan for the machine in FILE (of `splitserve topology --json`), not for this one",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],

@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from splitserve.numa import short_list
+
 Event = dict[str, Any]
 
 
@@ -123,13 +125,15 @@ def describe(event: Event) -> str:
 
 def table(state: dict[str, Any]) -> list[str]:
     """The processes of one deployment, one line each, under a head line."""
-    head = ("process", "state", "pid", "cpus", "restarts", "address")
+    head = ("process", "state", "pid", "cpus", "memory", "gpus", "restarts", "address")
     rows = [
         (
             p["name"],
             f"{p['phase']} {p['loading']}".strip() if p["phase"] == "starting" else p["phase"],
             str(p["pid"] or "-"),
-            ",".join(map(str, p["cpus"])),
+            short_list(p["cpus"]) + ("!" if p["misbound"] else ""),
+            p["memory"],
+            short_list(p["gpus"]) or "-",
             str(p["restarts"]),
             " ".join(f"{key}:{port}" for key, port in p["ports"].items()),
         )

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from splitserve import log, wire
+from splitserve import log, numa, wire
 from splitserve.config import EngineConfig, TransferConfig, resolve
 from splitserve.engine.channel import Line, address
 from splitserve.engine.link import ServerLink
@@ -69,11 +69,14 @@ def main() -> int:
 
 def _lead(start: Start, alive_fd: int | None, closing: ExitStack) -> int:
     """Rank 0: the server is told of everything, a failed start included."""
-    from splitserve.engine.assembly import assemble  # torch comes in here, after the cores are bound
-
     link = ServerLink(start.server_endpoint)
     closing.callback(link.close)
     try:
+        numa.set_policy(start.engine.memory_bind, _memory_nodes(start))
+        from splitserve.engine.assembly import (
+            assemble,
+        )  # torch comes in here, after cores and memory are bound
+
         engine = assemble(start, link, alive_fd, closing)
     except SplitserveError as e:
         _log.error("%s%s", e.message, f" ({e.fix})" if e.fix else "")
@@ -87,11 +90,12 @@ def _lead(start: Start, alive_fd: int | None, closing: ExitStack) -> int:
 
 def _follow(start: Start, alive_fd: int | None, closing: ExitStack) -> int:
     """Any other rank. Its server sees it die where it cannot start."""
-    from splitserve.engine.assembly import assemble_follower
-
     line = Line(address(start.run_dir, start.name, start.rank), bind=False)
     closing.callback(line.close)
     try:
+        numa.set_policy(start.engine.memory_bind, _memory_nodes(start))
+        from splitserve.engine.assembly import assemble_follower
+
         follower = assemble_follower(start, line, alive_fd, closing)
     except SplitserveError as e:
         _log.error("%s%s", e.message, f" ({e.fix})" if e.fix else "")
@@ -114,6 +118,13 @@ def _bind(start: Start) -> None:
     threads = start.engine.threads or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def _memory_nodes(start: Start) -> tuple[int, ...]:
+    """The nodes of this rank's memory; all that there are where it is interleaved."""
+    if start.engine.memory_bind == "interleave":
+        return numa.online_nodes()
+    return (start.engine.node,) if start.engine.node >= 0 else ()
 
 
 def share_of(cpus: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from splitserve.config import EngineConfig, TransferConfig
 from splitserve.errors import ConfigError
 from splitserve.launch.commands import port_mark, reach, to_flags, url
 from splitserve.launch.deployment import Deployment
-from splitserve.launch.topology import Core, Topology
+from splitserve.launch.topology import Core, Gpu, Topology
+from splitserve.numa import expected_policy
 from splitserve.types import Role
 
 _ROUTER = "router"
@@ -48,6 +49,7 @@ class ProcSpec:
     cpus: tuple[int, ...]
     front_cpus: tuple[int, ...]
     memory_node: int | None
+    memory: str  # the policy that its ranks should show (numa.read_binding)
     gpus: tuple[int, ...]
     ports: tuple[PortWish, ...]
     why: tuple[str, ...]
@@ -77,13 +79,14 @@ def place(topology: Topology, deployment: Deployment) -> list[ProcSpec]:
     Raises ConfigError for cpus outside the cpuset and for more GPU ranks than GPUs.
     """
     engines = _engines(deployment)
+    _check_nodes(engines, topology)
     engines = _give_gpus(engines, topology)
     engines = _give_named_cpus(engines, topology)
     engines = _give_cores(engines, topology)
     computing = {cpu for e in engines for cpu in e.cpus}
     spare = tuple(cpu for cpu in topology.cpus if cpu not in computing)
     front = spare or topology.cpus
-    specs = [_engine_spec(e, deployment, front) for e in engines]
+    specs = [_engine_spec(e, deployment, front, topology) for e in engines]
     return [*specs, _router_spec(engines, deployment, front, own=bool(spare))]
 
 
@@ -103,6 +106,17 @@ def _engines(deployment: Deployment) -> list[_Engine]:
     return found
 
 
+def _check_nodes(engines: list[_Engine], topology: Topology) -> None:
+    have = [n.node for n in topology.nodes]
+    for e in engines:
+        if e.config.node >= 0 and e.config.node not in have:
+            raise ConfigError(
+                f"{e.name}: there is no memory node {e.config.node} (nodes here: {_list(have)})",
+                field="node",
+                fix="see `splitserve topology`, or leave node out",
+            )
+
+
 def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
     """`tp` GPUs to each CUDA engine, in bus order, so that neighbours on a switch stay together."""
     wanted = sum(e.config.tp for e in engines if e.config.device == "cuda")
@@ -112,15 +126,41 @@ def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
             field="device",
             fix='lower tp or replicas, or set device = "cpu"; GPU counts need nvidia-ml-py (pip install nvidia-ml-py)',
         )
-    free = sorted(topology.gpus, key=lambda g: (g.node, g.bus))
+    named = {index for e in engines for index in e.config.gpus}
+    free = sorted((g for g in topology.gpus if g.index not in named), key=lambda g: (g.node, g.bus))
     placed = []
     for e in engines:
         if e.config.device == "cuda":
-            own, free = free[: e.config.tp], free[e.config.tp :]
+            own, why = _named_gpus(e, topology) if e.config.gpus else _next_gpus(e, free)
+            free = [g for g in free if g not in own]
             ids = tuple(g.index for g in own)
-            e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: next free, in bus order"))  # noqa: PLW2901
+            e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: {why}"))  # noqa: PLW2901
         placed.append(e)
     return placed
+
+
+def _named_gpus(engine: _Engine, topology: Topology) -> tuple[list[Gpu], str]:
+    there = {g.index: g for g in topology.gpus}
+    missing = sorted(set(engine.config.gpus) - set(there))
+    if missing or len(engine.config.gpus) != engine.config.tp:
+        what = f"gpus {_list(missing)} are not here" if missing else f"{len(engine.config.gpus)} gpus for tp"
+        raise ConfigError(
+            f"{engine.name}: {what} ({engine.config.tp} ranks; GPUs {_list(sorted(there)) or 'none'})",
+            field="gpus",
+            fix="name one GPU of `splitserve topology` for each rank, or leave gpus out",
+        )
+    return [there[i] for i in engine.config.gpus], "named in the deployment"
+
+
+def _next_gpus(engine: _Engine, free: list[Gpu]) -> tuple[list[Gpu], str]:
+    """All on one node if one has enough free: the wished one, else the first; neighbours on a bus stay together."""
+    count = engine.config.tp
+    nodes = sorted({g.node for g in free}, key=lambda n: (n != engine.config.node, n))
+    for node in nodes:
+        near = [g for g in free if g.node == node]
+        if len(near) >= count:
+            return near[:count], f"the next free of node {node}, in bus order"
+    return free[:count], "the next free, in bus order: no node has enough for all ranks"
 
 
 def _give_named_cpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
@@ -161,20 +201,37 @@ def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
         if e.cpus:
             placed.append(e)
             continue
-        own = _pick(free, each * e.config.tp)
+        own = _pick(free, each * e.config.tp, _wished_node(e, topology))
         free = [c for c in free if c not in own]
         cpus = tuple(c.cpus[0] for c in own)
         share = f"{each} of {len(topology.cores)} cores{quota} for each of {ranks} ranks"
+        if e.gpus and len({c.node for c in own} | _gpu_nodes(e, topology)) == 1:
+            share = f"{share}, on the node of its gpus"
         why = f"cpus {_list(cpus)}: {share}, shared with no other engine"
         placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
     return placed
 
 
-def _pick(free: list[Core], count: int) -> list[Core]:
-    """`count` cores of the node with most left (so prefill and decode part ways); across nodes if none has enough."""
-    nodes = sorted({c.node for c in free}, key=lambda n: (-sum(c.node == n for c in free), n))
+def _gpu_nodes(engine: _Engine, topology: Topology) -> set[int]:
+    return {g.node for g in topology.gpus if g.index in engine.gpus}
+
+
+def _wished_node(engine: _Engine, topology: Topology) -> int:
+    """The node named in the deployment, else that of all its GPUs, else -1."""
+    nodes = _gpu_nodes(engine, topology)
+    near = nodes.pop() if len(nodes) == 1 else -1
+    return engine.config.node if engine.config.node >= 0 else near
+
+
+def _pick(free: list[Core], count: int, wished: int) -> list[Core]:
+    """`count` cores of the wished node, else of the one with most left (so prefill and decode part ways).
+
+    Across nodes if none has enough, beginning with the wished one.
+    """
+    nodes = sorted({c.node for c in free}, key=lambda n: (n != wished, -sum(c.node == n for c in free), n))
     best = [c for c in free if c.node == nodes[0]]
-    return best[:count] if len(best) >= count else free[:count]
+    others = [c for c in free if c.node != nodes[0]] if nodes[0] == wished else free
+    return best[:count] if len(best) >= count else [*(best if nodes[0] == wished else []), *others][:count]
 
 
 def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[_Engine]:
@@ -192,13 +249,43 @@ def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[
     return placed
 
 
-def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]) -> ProcSpec:
+def _bind_memory(engine: _Engine, topology: Topology) -> tuple[int | None, str, str]:
+    """(node, policy of numa.py, why) of an engine that has its cores."""
+    nodes = {c.node for c in engine.cores}
+    node = engine.config.node if engine.config.node >= 0 else nodes.pop() if len(nodes) == 1 else None
+    policy = engine.config.memory_bind
+    if policy == "auto":
+        policy = "bind" if node is not None and len(topology.nodes) > 1 else "none"
+    if node is None:
+        return (
+            None,
+            policy if policy == "interleave" else "none",
+            "cores on several memory nodes: memory is not bound",
+        )
+    if policy in ("auto", "none"):
+        return node, "none", f"memory of node {node}: first touched there"
+    return node, policy, f"memory of node {node}: {policy}, set before anything is allocated"
+
+
+def _bound_nodes(policy: str, node: int | None, topology: Topology) -> tuple[int, ...]:
+    if policy == "interleave":
+        return tuple(n.node for n in topology.nodes)
+    return () if node is None else (node,)
+
+
+def _engine_spec(
+    engine: _Engine, deployment: Deployment, front: tuple[int, ...], topology: Topology
+) -> ProcSpec:
+    node, policy, memory = _bind_memory(engine, topology)
+    config = replace(
+        engine.config, cpus=engine.cpus, gpus=(), node=-1 if node is None else node, memory_bind=policy
+    )
     server, transfer = deployment.server, _allow(deployment.transfer, reach(deployment.server.host))
     ports = [PortWish("http", server.host, server.port + engine.index if server.port else 0)]
     words = [
         "serve",
         engine.config.model,
-        *to_flags(replace(engine.config, cpus=engine.cpus), skip=("model",)),
+        *to_flags(config, skip=("model",)),
     ]
     words += [*to_flags(server, skip=("port",)), "--port", port_mark(engine.name, "http")]
     words += to_flags(transfer, skip=("bootstrap_port",))
@@ -208,11 +295,6 @@ def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]
         words += ["--bootstrap-port", port_mark(engine.name, "bootstrap")]
     elif sum(g.replicas for g in deployment.groups if g.role is Role.PREFILL) == 1:
         words += ["--peer-port", port_mark("prefill-0", "bootstrap")]  # a null can mean no other
-    nodes = {c.node for c in engine.cores}
-    node = nodes.pop() if len(nodes) == 1 else None
-    memory = (
-        f"memory of node {node}: first touched there" if node is not None else "cores on several memory nodes"
-    )
     env = {"OMP_NUM_THREADS": str(engine.config.threads or max(1, len(engine.cpus) // engine.config.tp))}
     if engine.gpus:
         env["CUDA_VISIBLE_DEVICES"] = _list(engine.gpus)
@@ -225,6 +307,7 @@ def _engine_spec(engine: _Engine, deployment: Deployment, front: tuple[int, ...]
         cpus=engine.cpus,
         front_cpus=front,
         memory_node=node,
+        memory=expected_policy(policy, _bound_nodes(policy, node, topology)),
         gpus=engine.gpus,
         ports=tuple(ports),
         why=(*engine.why, memory),
@@ -260,6 +343,7 @@ def _router_spec(
         cpus=(),
         front_cpus=front,
         memory_node=None,
+        memory="default",
         gpus=(),
         ports=(PortWish("http", router.host, router.port),),
         why=(

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from splitserve import numa
 from splitserve.errors import RequestError
 from splitserve.launch import children, control, logs, probe
 from splitserve.launch.commands import fill, url
@@ -350,6 +351,9 @@ class Supervisor:
             "ports": {w.key: self._ports[f"{name}.{w.key}"] for w in spec.ports},
             "url": child.url,
             "cpus": list(spec.cpus or spec.front_cpus),
+            "gpus": list(spec.gpus),
+            "memory": spec.memory,
+            "misbound": _misbound(spec, running) if running and here else [],
             "restarts": child.num_restarts,
             "log": str(self._run_dir.log(name)),
         }
@@ -370,3 +374,15 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() and self._finished and not self._finished.done():
             self._finished.set_exception(task.exception() or RuntimeError())
+
+
+def _misbound(spec: ProcSpec, running: children.Running) -> list[str]:
+    """How the ranks' bindings, as the kernel tells them, differ from what was placed; libraries may change them."""
+    found = []
+    for who in running.ranks:
+        actual = numa.read_binding(who.pid)
+        if spec.cpus and not set(actual.cpus) <= set(spec.cpus):
+            found.append(f"pid {who.pid} may run on cpus {','.join(map(str, actual.cpus))}")
+        if actual.memory and spec.memory not in ("default", actual.memory):
+            found.append(f"pid {who.pid} takes memory by {actual.memory}, not {spec.memory}")
+    return found

@@ -18,6 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from splitserve.errors import ConfigError
+from splitserve.numa import parse_list
+
 
 @dataclass(frozen=True)
 class Core:
@@ -92,6 +97,18 @@ def read(root: str | Path = "/", *, affinity: Iterable[int] | None = None, nvml:
     )
 
 
+def load(path: str | Path) -> Topology:
+    """A machine written by `splitserve topology --json`. ConfigError for a file that is none."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Topology)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}", field="topology") from None
+    except msgspec.DecodeError as e:
+        raise ConfigError(
+            f"{path} is no topology: {e}", field="topology", fix="write one with `splitserve topology --json`"
+        ) from None
+
+
 def draw(topology: Topology) -> list[str]:
     """A small picture: one line a node and core, one a GPU, one for what limits all of them."""
     lines = []
@@ -111,16 +128,6 @@ def draw(topology: Topology) -> list[str]:
     return lines
 
 
-def parse_cpulist(text: str) -> list[int]:
-    """'0-2,5' is [0, 1, 2, 5]; empty text is []."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        if part:
-            low, _, high = part.partition("-")
-            cpus.extend(range(int(low), int(high or low) + 1))
-    return cpus
-
-
 def _gpu(gpu: Gpu) -> str:
     return f"gpu {gpu.index} {gpu.name}, {_gib(gpu.free)} free of {_gib(gpu.memory)}, bus {gpu.bus}"
 
@@ -133,14 +140,14 @@ def _cores(base: Path, cpus: list[int]) -> tuple[Core, ...]:
     node_of = {
         cpu: int(path.name.removeprefix("node"))
         for path in (base / "sys/devices/system/node").glob("node[0-9]*")
-        for cpu in parse_cpulist(_text(path / "cpulist"))
+        for cpu in parse_list(_text(path / "cpulist"))
     }
     found: dict[tuple[int, int, int], list[int]] = {}
     for cpu in cpus:
         where = base / f"sys/devices/system/cpu/cpu{cpu}/topology"
         socket = _int(where / "physical_package_id", 0)
         # Without sysfs a cpu counts as a core of its own; core_id repeats on every socket and die, hence the key.
-        siblings = parse_cpulist(_text(where / "thread_siblings_list")) or [cpu]
+        siblings = parse_list(_text(where / "thread_siblings_list")) or [cpu]
         found.setdefault((node_of.get(cpu, 0), socket, min(siblings)), []).append(cpu)
     return tuple(
         Core(

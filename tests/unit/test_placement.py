@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.errors import ConfigError
+from splitserve.launch import topology
 from splitserve.launch.commands import fill
-from splitserve.launch.deployment import Deployment, parse
+from splitserve.launch.deployment import Deployment, load, parse
 from splitserve.launch.placement import ProcSpec, explain, place
 from splitserve.launch.topology import Core, Gpu, Node, Topology
 
@@ -159,3 +161,65 @@ def test_no_core_computes_twice_while_there_are_enough(t: Topology, d: Deploymen
     else:
         assert any("share" in line for line in explain(specs))
     assert place(t, d) == specs
+
+
+TOPOLOGIES = Path(__file__).parents[1] / "fixtures" / "topologies"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_the_box_of_eight_is_split_along_its_memory_nodes():
+    machine = topology.load(TOPOLOGIES / "rtx-pro-6000-x8.json")
+    prefill, decode, router = place(machine, load(str(DEPLOY / "rtx-pro-6000-x8.toml")))
+    assert (prefill.gpus, prefill.memory_node, prefill.memory) == ((0, 1, 2, 3), 0, "bind:0")
+    assert (decode.gpus, decode.memory_node, decode.memory) == ((4, 5, 6, 7), 1, "bind:1")
+    assert prefill.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert {c.node for c in machine.cores if set(c.cpus) & set(prefill.cpus)} == {0}
+    assert {c.node for c in machine.cores if set(c.cpus) & set(decode.cpus)} == {1}
+    assert len(prefill.cpus) == len(decode.cpus) == 28
+    assert router.ports[0].port == 8000
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_cores_and_memory_follow_the_gpus(swapped: bool):
+    machine = topology.load(TOPOLOGIES / "rtx-pro-6000-x8.json")
+    engine = {"device": "cuda", "tp": 4}
+    wish = (
+        {"prefill": {**engine, "node": 1}, "decode": engine}
+        if swapped
+        else {"prefill": engine, "decode": engine}
+    )
+    prefill, decode, _ = place(machine, deployment(**wish))
+    assert (prefill.memory_node, decode.memory_node) == ((1, 0) if swapped else (0, 1))
+    for spec in (prefill, decode):
+        near = {g.index for g in machine.gpus if g.node == spec.memory_node}
+        assert set(spec.gpus) == near
+
+
+def test_what_the_machine_does_not_have_is_refused_by_name():
+    machine = topology.load(TOPOLOGIES / "rtx-4090-x4.json")
+    cuda = {"device": "cuda", "tp": 2}
+    for wish, field in (
+        ({**cuda, "gpus": [0, 9]}, "gpus"),
+        ({**cuda, "gpus": [0]}, "gpus"),
+        ({"node": 2}, "node"),
+        ({"device": "cuda", "tp": 4}, "device"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            place(machine, deployment(prefill=wish, decode=cuda))
+        assert (e.value.field, bool(e.value.fix)) == (field, True)
+
+
+@pytest.mark.parametrize("policy", ["bind", "prefer", "interleave", "none"])
+def test_a_named_memory_policy_is_kept(policy: str):
+    specs = place(machine(nodes=2, cores=4), deployment(prefill={"memory_bind": policy}, decode={}))
+    assert specs[0].memory == {"interleave": "interleave:0-1", "none": "default"}.get(policy, f"{policy}:0")
+    assert specs[1].memory == "bind:1"
+
+
+def test_a_file_that_is_no_topology_is_refused(tmp_path: Path):
+    for text in ("", "{}", '{"cores": 3}'):
+        (tmp_path / "t.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no topology"):
+            topology.load(tmp_path / "t.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        topology.load(tmp_path / "absent.json")

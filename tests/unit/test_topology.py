@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.launch import topology
+from splitserve.numa import parse_list
 
 
 class Tree:
@@ -119,7 +120,7 @@ def test_no_limit_of_cgroup_v1_is_no_limit(tree: Tree):
 
 @pytest.mark.parametrize(("text", "cpus"), [("", []), ("3\n", [3]), ("0-2,5", [0, 1, 2, 5]), ("7,1", [7, 1])])
 def test_cpulists(text: str, cpus: list[int]):
-    assert topology.parse_cpulist(text) == cpus
+    assert parse_list(text) == cpus
 
 
 def test_the_drawing_names_every_cpu_and_limit(two_sockets: Tree):
