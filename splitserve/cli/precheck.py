@@ -1,4 +1,4 @@
-"""What can be known to be wrong about a deployment's models before any process is started. Reads headers, no weights."""
+"""What can be known to be wrong about a deployment's models before any process starts. Reads headers, no weights."""
 
 from __future__ import annotations
 

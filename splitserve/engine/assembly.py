@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import torch
 
-from splitserve import log, wire
+from splitserve import log, numa, wire
 from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup, TorchGroup
 from splitserve.engine import memory
@@ -287,6 +287,7 @@ class Builder:
             "device": self.config.device,
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
+            "memory": numa.read_binding(os.getpid()).memory,
             "num_pages": capacity.num_pages,
             "page_tokens": self.config.page_tokens,
             "page_bytes": self.layout.page_bytes,
