@@ -18,6 +18,9 @@ def check_models(deployment: Deployment) -> None:
 
 
 def _check_model(engine: EngineConfig) -> None:
+    import psutil
+
+    from splitserve.engine.memory import size
     from splitserve.models import registry
     from splitserve.models.read import read_config
     from splitserve.spec import lay_out
@@ -30,4 +33,7 @@ def _check_model(engine: EngineConfig) -> None:
         open_checkpoint(source)
     dtype = engine.dtype if engine.dtype != "auto" else "bf16"
     specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype)
-    lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
+    layout = lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
+    if engine.device == "cpu":
+        # The engine asks again, with the memory that is free when its weights are in.
+        size(engine, layout, model_max_len=cfg.max_len, free_bytes=psutil.virtual_memory().available)

@@ -199,3 +199,24 @@ def test_a_mark_without_a_port_is_a_bug():
     assert fill(("a", "{router.http}"), {"router.http": 1}) == ("a", "1")
     with pytest.raises(InvariantError, match="no port chosen"):
         fill(("{router.http}",), {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("engine.memory_mb=1", "memory_mb=1"),
+        ("decode.max_len=9000", "longer than the model's 8192"),
+        ("decode.num_pages=1000000", "1000000 pages"),
+        ("prefill.tp=7", "tp=7 and 3 state pieces"),
+        ("decode.model=/nowhere", "[decode] model '/nowhere'"),
+    ],
+)
+def test_up_knows_before_it_starts_anything(
+    setting: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = Path(__file__).parents[2] / "deploy" / "demo.toml"
+    assert cli.main(["up", str(file), "--set", setting]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert says in told
+    assert not list(tmp_path.rglob("*.log")), "a process was started"
