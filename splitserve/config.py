@@ -75,6 +75,9 @@ class EngineConfig:
         "mtp: the model's own next-token layer guesses a token ahead; equal on both sides of a split",
         one_of=("none", "mtp"),
     )
+    plan_ahead: bool = _f(
+        False, "launch a step before the last one's tokens are read: for devices that compute beside the CPU"
+    )
     recompute_share: float = _f(
         0.25, "most of a step's tokens that may make up for failed transfers", low=0, high=1
     )

@@ -139,6 +139,7 @@ class Builder:
             ranks=ranks,
             transfers=transfers,
             controls=controls,
+            plan_ahead=self.config.plan_ahead,
             alive_fd=alive_fd,
         )
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))

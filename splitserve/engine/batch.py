@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from splitserve.engine.step import PENDING, Chunk, Step
+from splitserve.engine.step import Chunk, Step
 from splitserve.layers.forward import Forward, Group, Mark, States
 from splitserve.types import Rid
 
@@ -65,7 +65,7 @@ def _tokens(chunks: list[Chunk], last_tokens: Mapping[Rid, int]) -> np.ndarray:
     flat: list[int] = []
     for chunk in chunks:
         flat.extend(chunk.tokens)
-        if flat[-1] == PENDING:
+        if chunk.waits:
             flat[-1] = last_tokens[chunk.rid]
     return np.array(flat, dtype=np.int64)
 

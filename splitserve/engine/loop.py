@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from splitserve import log, wire
 from splitserve.engine.channel import Ranks
 from splitserve.engine.controls import Controls
 from splitserve.engine.link import ServerLink
 from splitserve.engine.request import Request
+from splitserve.engine.runner import Pending
 from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.step import Step
 from splitserve.engine.throttle import Launches
 from splitserve.engine.transfers import Transfers
 from splitserve.engine.waiting import Waiting
@@ -33,7 +36,19 @@ HANDOFF_POLL_S = 0.001
 LOAD_INTERVAL_S = 0.1
 
 
+@dataclass(frozen=True)
+class _Launched:
+    step: Step
+    pending: Pending
+    begin: float
+
+
 class Loop:
+    """`plan_ahead`: launch step n + 1 before the result of step n is awaited.
+
+    A device then never waits for planning; an answer's end is found one step late, and that step's token is dropped.
+    """
+
     def __init__(
         self,
         link: ServerLink,
@@ -43,6 +58,7 @@ class Loop:
         ranks: Ranks,
         transfers: Transfers | None,
         controls: Controls,
+        plan_ahead: bool = False,
         alive_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,6 +70,8 @@ class Loop:
         self._controls = controls
         self._lifetimes = controls.lifetimes
         self._clock = clock
+        self._plan_ahead = plan_ahead
+        self._in_flight: _Launched | None = None
         self._stopping = False
         self._last_load: wire.Load | None = None
         self._load_sent = 0.0
@@ -68,7 +86,7 @@ class Loop:
         self._stopping = True
 
     def turn(self) -> bool:
-        """One round without waiting. True when a step was computed, so that there may be more to do."""
+        """One round without waiting. True when a step was computed or is, so that there may be more to do."""
         for message in self._link.receive():
             self._take(message)
         now = self._clock()
@@ -77,18 +95,29 @@ class Loop:
             self._transfers.poll(now)
         step = self._scheduler.plan(now)
         self._report_ends(now)
-        if step is not None:
-            self._ranks.send(step)
-            begin = self._clock()
-            result = self._runner.launch(step).result()
-            self._scheduler.apply(result)
-            now = self._clock()
-            self._lifetimes.stepped(step, begin, now)
-            if self._transfers:
-                self._transfers.computed(step, result, now)
-            self._report_ends(now)
+        due = self._launch(step) if step is not None else None
+        if self._plan_ahead:
+            due, self._in_flight = self._in_flight, due
+        if due is not None:
+            now = self._apply(due)
         self._report_load(now, force=False)
-        return step is not None
+        return due is not None or self._in_flight is not None
+
+    def _launch(self, step: Step) -> _Launched:
+        self._ranks.send(step)
+        begin = self._clock()
+        return _Launched(step, self._runner.launch(step), begin)
+
+    def _apply(self, launched: _Launched) -> float:
+        """Wait for a step's result and act on it; returns the time after it."""
+        result = launched.pending.result()
+        self._scheduler.apply(result)
+        now = self._clock()
+        self._lifetimes.stepped(launched.step, launched.begin, now)
+        if self._transfers:
+            self._transfers.computed(launched.step, result, now)
+        self._report_ends(now)
+        return now
 
     # ------------------------------------------------------------------ in
 

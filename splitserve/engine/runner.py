@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from splitserve.engine import batch, drafting
@@ -80,7 +81,7 @@ class Runner:
     def launch(self, step: Step) -> Pending:
         """Compute a step. Every rank samples for itself: same logits and same keys give the same tokens."""
         begun = time.monotonic()
-        chunks = batch.in_forward_order(step)
+        chunks = [self._with_history(c) for c in batch.in_forward_order(step)]
         if step.loads:
             self._states.copy_slots(step.loads)
         if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:
@@ -102,6 +103,12 @@ class Runner:
             sampled = drafting.propose(self._drafter, chunks, fwd, streams, sampled)
         self._remember(step.index, sampled)
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
+
+    def _with_history(self, chunk: Chunk) -> Chunk:
+        """The plan could not know the token that it waited for; penalties and grammars must."""
+        if chunk.history is None or not chunk.waits:
+            return chunk
+        return msgspec.structs.replace(chunk, history=(*chunk.history, self._last_tokens[chunk.rid]))
 
     def _remember(self, index: int, sampled: dict[Rid, Sampled]) -> None:
         """Keep last tokens while a step that waits for them may still come: a request can sit out steps in flight."""

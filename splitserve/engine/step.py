@@ -42,6 +42,11 @@ class Chunk(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
     @property
+    def waits(self) -> bool:
+        """Its last token is one that an earlier step samples."""
+        return self.tokens[-1] == PENDING
+
+    @property
     def decodes(self) -> bool:
         """Whether it computes one token behind the prompt, and guesses of what follows."""
         return self.num_tokens - self.num_draft == 1 and self.start >= self.num_prompt
