@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 import torch
 
+from splitserve.errors import ConfigError
 from splitserve.ops.kernels.archs import kernel_path
 from splitserve.ops.kernels.launch import one_by_one
 
@@ -22,7 +23,10 @@ ROOM = 10 << 30
 
 
 def run(plan: Plan) -> int:
-    """Exit code 0. The table goes to stdout, and to the files that the plan names."""
+    """Exit code 0. The table goes to stdout, and to the files that the plan names. ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        fix = "run it where one is (`splitserve topology` shows them), with a torch built for CUDA"
+        raise ConfigError("bench ops measures a GPU, and torch sees none here", fix=fix)
     compile_first(plan)
     with one_by_one() if plan.one_by_one else nullcontext():
         return _run(plan)
