@@ -3,6 +3,7 @@
 #   make demo        serve a real model split in two, ask it, prove it, measure it, stop it (two cores, no GPU)
 #   make test        ruff, mypy, import-linter and every test that needs no GPU and no patience
 #   make test-slow   the tests that take minutes
+#   make kernels     every form of every GPU kernel, compiled and checked for five architectures (no GPU; half an hour)
 #   make bench-router TOOLS=DIR   our router against sglang_router and vllm-router (benchmarks/serve/router.py says how)
 #   make lint        the checks without the tests
 #   make clean       remove .venv and every cache
@@ -11,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow bench-router lint format clean venv venv-demo
+.PHONY: demo test test-slow kernels bench-router lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
@@ -23,6 +24,9 @@ test: lint
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+kernels: venv
+	$(BIN)/python -m splitserve kernels build --cache .cache/kernels/triton
 
 bench-router: venv
 	$(BIN)/python -m benchmarks.serve.router --tools $(TOOLS)

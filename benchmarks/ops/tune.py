@@ -65,27 +65,34 @@ def shapes(forms: list[str], tokens: list[int]) -> Iterator[Shape]:
 def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
     """Constants; `eight` says which kernel."""
     few = shape.rows <= 16
-    stages, fills, ahead = (3,), (1,), (0,)
+    stages, fills = (3,), (1,)
     if few and shape.experts:
         tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4), (128, 16, 8)]}
-        stages, fills = (3, 4, 6), (1, 4, 8, 12)
+        stages, fills = (3, 4, 6), (1, 3, 6, 12)
     elif few:
         tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4)]}
-        stages, fills, ahead = (4,), (1, 2, 4), (0, 4, 8, 16)
+        stages, fills = (4, 6), (1, 2, 4)
     elif shape.rows <= 64 and not shape.experts:
-        tiles = {False: [(64, 64, 4), (128, 64, 8)], True: [(64, 64, 4), (128, 64, 4)]}
-        stages, fills, ahead = (3, 4), (1, 2), (0, 4, 8)
+        tiles = {False: [(64, 64, 4), (64, 32, 4)], True: [(64, 64, 4), (128, 64, 4), (128, 32, 4)]}
+        stages, fills = (3, 4), (1, 2)
     else:
-        many = [(64, 64, 4), (128, 64, 4), (128, 64, 8), (256, 64, 8), (128, 128, 8), (256, 128, 8)]
-        tiles, stages = {False: many, True: many}, (2, 3, 4)
+        many = [
+            (64, 64, 4),
+            (128, 64, 4),
+            (128, 64, 8),
+            (256, 64, 8),
+            (128, 128, 8),
+            (128, 128, 4),
+            (256, 128, 8),
+        ]
+        tiles, stages = {False: many, True: []}, (2, 3)
     for eight in (False, True) if shape.form != "bf16" else (False,):
         for bn, bm, warps in tiles[eight]:
-            for ns, fill, lines in product(stages, fills, ahead):
+            for ns, fill in product(stages, fills):
                 config = {
                     "BN": bn,
                     "BM": bm,
                     "FILL": fill,
-                    "AHEAD": lines,
                     "num_warps": warps,
                     "num_stages": ns,
                 }

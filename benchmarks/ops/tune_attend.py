@@ -1,72 +1,121 @@
-"""Tries tile sizes of V4's attention; as tune.py.
+"""Tries tile sizes of attention, index scores and hyper-connections; data/*.json is written from it by hand.
 
-python benchmarks/ops/tune_attend.py
+Candidates are started once by a pool of processes, which compiles them, and timed one after another afterwards.
+
+    TRITON_CACHE_DIR=DIR python benchmarks/ops/tune_attend.py [sparse,decode,prefill,index,hyper]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
+from splitserve.ops.bench import deepseek, llama
 from splitserve.ops.bench.timing import time_calls
-from splitserve.ops.ref.v4.sparse import Rows
-from splitserve.ops.triton.v4 import sparse
+from splitserve.ops.triton import attention
+from splitserve.ops.triton.v4 import hyper, indexer, sparse, sparse_few
+
+Config = dict[str, Any]
+JOBS = 12
 
 
-def candidates(tokens: int) -> Iterator[dict[str, int]]:
-    few = tokens <= 16
-    rates = ((16, 4, 1), (16, 4, 2), (64, 4, 1)) if few else ((64, 4, 1), (64, 4, 2), (64, 8, 2), (32, 4, 2))
-    mixes = ((64, 4, 3), (16, 4, 3), (64, 4, 4)) if few else ((64, 4, 3), (64, 4, 2))
-    for block in (32, 64):
-        for bh, warps, stages in rates:
-            for mix_bh, mix_warps, mix_stages in mixes:
-                for fill in (2, 8) if few else (1, 2):
-                    yield {"BK": block, "FILL": fill, "RATE_BH": bh, "RATE_WARPS": warps, "RATE_STAGES": stages,
-                           "MIX_BH": mix_bh, "MIX_WARPS": mix_warps, "MIX_STAGES": mix_stages}  # fmt: skip
+def sparse_configs(tokens: int) -> Iterator[Config]:
+    """One pass with few heads, one pass with all heads, two passes."""
+    few = [(16, 32, False, 8, 2), (16, 32, True, 8, 2), (16, 32, True, 4, 2), (32, 32, False, 8, 2)]
+    many = [(64, 32, True, 8, stages) for stages in (1, 2, 3)] + [(64, 64, True, 8, 1)]
+    for bh, bk, keep, warps, stages in few + many if tokens <= 64 else many:
+        for fill in (1, 2, 4) if tokens <= 64 and bh < 64 else (1,):
+            one = {"ONE_PASS": True, "BH": bh, "BK": bk, "FILL": fill, "KEEP": keep}
+            yield one | {"num_warps": warps, "num_stages": stages}
+    if tokens > 8:
+        yield {"ONE_PASS": False, "BK": 64, "FILL": 2, "RATE_BH": 64, "RATE_WARPS": 4, "RATE_STAGES": 1, "MIX_BH": 64,
+               "MIX_WARPS": 4, "MIX_STAGES": 3}  # fmt: skip
+
+
+def prefill_configs(_: int) -> Iterator[Config]:
+    tiles = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 64, 4), (128, 32, 4), (64, 128, 4)]
+    for bm, bn, warps in tiles:
+        for stages in (2, 3, 4) if bn < 128 else (2, 3):
+            yield {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
+
+
+def decode_configs(_: int) -> Iterator[Config]:
+    for span, bn in ((512, 64), (512, 128), (256, 64), (256, 128), (128, 64), (1024, 64)):
+        for warps in (2, 4, 8):
+            for stages in (2, 3, 4):
+                yield {"SPAN": span, "BN": bn, "num_warps": warps, "num_stages": stages}
+
+
+def index_configs(tokens: int) -> Iterator[Config]:
+    for bn, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+        for tiles in (1, 2) if tokens <= 64 else (2, 4, 8):
+            for stages in (1, 2, 3) if tiles > 1 else (1,):
+                yield {"BN": bn, "TILES": tiles, "num_warps": warps, "num_stages": stages}
+
+
+def hyper_configs(tokens: int) -> Iterator[Config]:
+    for bt, bk in ((16, 64), (16, 128), (16, 256)) if tokens <= 64 else ((64, 64), (64, 128), (32, 128)):
+        for fill in (1, 2, 4):
+            for warps in (4, 8):
+                yield {"BT": bt, "BK": bk, "FILL": fill, "num_warps": warps, "num_stages": 3}
+
+
+Pick = tuple[
+    Callable[[int], Iterator[Config]], tuple[Any, ...], Callable[[int], Iterator[Any]], str, tuple[int, ...]
+]
+WHAT: dict[str, Pick] = {
+    "sparse": (sparse_configs, (sparse, sparse_few), deepseek.attention, "attend", (1, 16, 64, 2048)),
+    "decode": (decode_configs, (attention,), llama._attention, "decode", (1, 16, 64)),
+    "prefill": (prefill_configs, (attention,), llama._attention, "prefill", (8192,)),
+    "index": (index_configs, (indexer,), deepseek.attention, "index", (1, 16, 64, 2048)),
+    "hyper": (hyper_configs, (hyper,), deepseek.streams, "hc_pre", (1, 64, 2048)),
+}
+
+
+def use(modules: tuple[Any, ...], config: Config) -> None:
+    how = {k: v for k, v in config.items() if k != "ONE_PASS"}
+    for module in modules:
+        module.tuned = lambda *_: dict(how)
+    if "ONE_PASS" in config:  # one table tells which way, the other how
+        sparse.tuned = lambda kernel, *_: dict(config) if kernel == "attend_one_pass" else dict(how)
+
+
+def start_once(job: tuple[str, int, Config]) -> str:
+    name, tokens, config = job
+    _, modules, cases, prefix, _ = WHAT[name]
+    use(modules, config)
+    try:
+        for case in cases(tokens):
+            if case.kernel.startswith(prefix):
+                case.calls[0]()
+        torch.cuda.synchronize()
+    except Exception as e:
+        return repr(e)[-100:]
+    return ""
 
 
 def main() -> None:
-    print("attend")
-    pool = torch.randint(0, 120, (8192, 64, 584), dtype=torch.uint8, device="cuda")
-    rope = torch.randn(8192, 64, 64, device="cuda").bfloat16()
-    pool[..., 448:576] = rope.view(torch.uint8)
-    pool[..., 576:] = 120
-    sink = torch.zeros(64, device="cuda")
-    for tokens, far_rows in (
-        (1, 512),
-        (1, 32),
-        (8, 512),
-        (16, 512),
-        (64, 512),
-        (64, 64),
-        (2048, 512),
-        (2048, 64),
-    ):
-        found = []
-        sets = 8 if tokens < 100 else 2
-        q = torch.randn(tokens, 64, 512, device="cuda").bfloat16()
-        near = [Rows(pool, torch.randint(0, 8192 * 64, (tokens, 128), device="cuda")) for _ in range(sets)]
-        far = [
-            Rows(pool, torch.randint(0, 8192 * 64, (tokens, far_rows), device="cuda")) for _ in range(sets)
-        ]
-        for config in candidates(tokens):
-            sparse.tuned = lambda *_, c=config: dict(c)
-            t = time_calls(
-                [
-                    lambda n=n, f=f: sparse.attend(q, n, f, sink, scale=512**-0.5, rope_dim=64)
-                    for n, f in zip(near, far, strict=True)
-                ],
-                replays=7,
-            )
-            found.append((t.us, config))
-        size = tokens * (128 + far_rows) * 584
-        bound = max(size / 4.2e6, tokens * (128 + far_rows) * 64 * 512 * 4 / 790e6, 0.7)
-        for us, config in sorted(found, key=lambda r: r[0])[:4]:
-            print(
-                f"attend {tokens} {far_rows} {us:.2f} us bound {bound:.2f} {bound / us:.2f} {config}",
-                flush=True,
-            )
+    names = (sys.argv[1] if len(sys.argv) > 1 else ",".join(WHAT)).split(",")
+    jobs = [(n, t, c) for n in names for t in WHAT[n][4] for c in WHAT[n][0](t)]
+    with ProcessPoolExecutor(JOBS, mp_context=get_context("spawn")) as pool:
+        refused = list(pool.map(start_once, jobs))
+    print(f"{len(jobs)} candidates, {sum(map(bool, refused))} refused: {set(refused) - {''}}", flush=True)
+    for name in names:
+        _, modules, cases, prefix, counts = WHAT[name]
+        for tokens in counts:
+            for case in (c for c in cases(tokens) if c.kernel.startswith(prefix)):
+                found = []
+                for (n, t, config), problem in zip(jobs, refused, strict=True):
+                    if (n, t) == (name, tokens) and not problem:
+                        use(modules, config)
+                        found.append((time_calls(case.calls, replays=7).us, config))
+                for us, config in sorted(found, key=lambda f: f[0])[:5]:
+                    print(f"{case.kernel} {tokens} {us:.2f} us {config}", flush=True)
 
 
 if __name__ == "__main__":

@@ -218,9 +218,7 @@ def _kernels(parser: argparse.ArgumentParser) -> None:
         "--cache", default="", metavar="DIR", help="default: where Triton looks on this machine"
     )
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: all cores)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one form of each kernel that multiplies nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="one form of each kernel in each case")
     parser.add_argument("--report", default="", metavar="FILE", help="write what was found as JSON")
 
 

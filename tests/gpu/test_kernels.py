@@ -127,7 +127,7 @@ def test_rounding_is_the_definition_s() -> None:
     assert torch.equal(round_rows(x).float(), rounded(x))
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 100])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 500])
 def test_grouped_and_float32_products(tokens: int) -> None:
     from splitserve.ops.ref import v4 as ref4
     from splitserve.ops.triton import v4
@@ -143,7 +143,7 @@ def test_grouped_and_float32_products(tokens: int) -> None:
     check(lambda: v4.linear_f32(row, matrix), row.float() @ matrix.float().T, EXACT)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64, 300, 1000])
 @pytest.mark.parametrize("form", [e4m3, mxfp4])
 def test_mix_experts(form: Any, tokens: int) -> None:
     """32 experts of half the real width; all of them here, and some elsewhere."""
@@ -346,7 +346,7 @@ def test_windows_are_pooled(
 # ------------------------------------------------------------------ attention
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 33, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 33, 300])
 @pytest.mark.parametrize("packed", [True, False])
 def test_sparse_attention(tokens: int, *, packed: bool) -> None:
     from splitserve.ops.ref import v4 as ref4

@@ -1,5 +1,7 @@
 """Every Triton kernel against its twin in plain torch, run by Triton's interpreter at small and odd shapes.
 
+By default each kernel runs in one case at least; more shapes of the same are slow tests.
+
 The interpreter stores bf16 by cutting off, so results in bf16 may differ by one unit in the last place of each number.
 """
 
@@ -25,12 +27,18 @@ from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import grouping, multiply, v4
-from splitserve.ops.triton.v4 import sparse
+from splitserve.ops.triton.v4 import sparse, sparse_few
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 BF16 = 0.009  # two results rounded to bf16, by cutting off
 EXACT = 2e-6
 STARTED: set[str] = set()
+
+
+def first_of(*cases: object) -> list[object]:
+    """Of a parameter: the first by default, the others in `make test-slow`."""
+    rest = [c if isinstance(c, tuple) else (c,) for c in cases[1:]]
+    return [cases[0], *(pytest.param(*values, marks=pytest.mark.slow) for values in rest)]
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +94,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
         pytest.param(mxfp4(48, 128), id="e2m1"),
     ],
 )
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", first_of(5, 1))
 def test_linear(weight: ref4.Tiles | ref4.Mxfp4, tokens: int) -> None:
     size = weight.codes.shape[1] * (2 if isinstance(weight, ref4.Mxfp4) else 1)
     x = torch.randn(tokens, size).bfloat16()
@@ -183,8 +191,8 @@ def test_groups_hold_every_pair_once(
     assert sorted(seen) == [i for i, e in enumerate(flat) if e in held]
 
 
-@pytest.mark.parametrize("make", [tiles, mxfp4])
-@pytest.mark.parametrize("local", [range(4), range(1, 3)])
+@pytest.mark.parametrize("make", first_of(tiles, mxfp4))
+@pytest.mark.parametrize("local", first_of(range(1, 3), range(4)))
 def test_mix_experts(make: type, local: range) -> None:
     gate_up, down = make(4, 256, 128), make(4, 128, 128)
     x, weights = torch.randn(3, 128).bfloat16(), torch.rand(3, 2)
@@ -207,6 +215,7 @@ def test_expert_ffn() -> None:
     assert error(v4.clamped_swiglu(x, 0.7), ref4.clamped_swiglu(x, 0.7)) < EXACT
 
 
+@pytest.mark.slow
 def test_mix_experts_of_numbers() -> None:
     x, gate_up, down = torch.randn(7, 64).bfloat16(), torch.randn(20, 96, 64) / 8, torch.randn(20, 64, 48) / 8
     weights, experts = ref.choose_experts(torch.randn(7, 20), 4, normalize=True)
@@ -236,7 +245,7 @@ def test_routing(tokens: int) -> None:
 # ------------------------------------------------------------------ streams, norms, rotations
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", first_of(3, 1))
 def test_hyper_connections(tokens: int) -> None:
     streams, fn = torch.randn(tokens, 4, 96).bfloat16(), torch.randn(24, 384) / 20
     base, scale = torch.randn(24) / 2, torch.rand(3) + 0.5
@@ -290,8 +299,8 @@ def test_norms_and_rotations_of_llama() -> None:
 # ------------------------------------------------------------------ attention
 
 
-@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 6, 2), (40, 3, 3)])
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), first_of((40, 3, 3), (64, 6, 2)))
+@pytest.mark.parametrize("window", first_of(20, 0))
 def test_paged_attention(dim: int, heads: int, kv_heads: int, window: int) -> None:
     """Rows that were never written hold NaN."""
     view = torch.full((9, kv_heads, 16, 2 * dim + 8), math.nan)[..., : 2 * dim]
@@ -314,15 +323,18 @@ def test_paged_attention(dim: int, heads: int, kv_heads: int, window: int) -> No
     )
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("dim", "rope", "heads"), [(512, 64, 3), (64, 16, 2)])
-@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("packed", first_of(True, False))
+@pytest.mark.parametrize(("dim", "rope", "heads"), first_of((64, 16, 2), (512, 64, 3)))
+@pytest.mark.parametrize("way", ["splits", "whole", "two passes"])
 def test_sparse_attention(
-    monkeypatch: pytest.MonkeyPatch, dim: int, rope: int, heads: int, few: int, *, packed: bool
+    monkeypatch: pytest.MonkeyPatch, dim: int, rope: int, heads: int, way: str, *, packed: bool
 ) -> None:
-    """`few` tokens take one pass, more take two."""
     tuned = sparse.tuned
-    monkeypatch.setattr(sparse, "tuned", lambda k, *a: {"TOKENS": few} if k == "attend_few" else tuned(k, *a))
+    choice = {"ONE_PASS": way != "two passes"}
+    monkeypatch.setattr(sparse, "tuned", lambda k, *a: choice if k == "attend_one_pass" else tuned(k, *a))
+    if way == "whole":
+        monkeypatch.setattr(sparse_few, "num_processors", lambda _: 1)
+        monkeypatch.setattr(sparse_few, "tuned", lambda *a: tuned(*a) | {"KEEP": True})
 
     def pool(units: int, rows: int) -> torch.Tensor:
         x = torch.randn(units * rows, dim)
@@ -436,7 +448,7 @@ def test_windows_are_pooled(ratio: int, q_lens: tuple[int, ...], kv_lens: tuple[
     )
 
 
-@pytest.mark.parametrize("row_bytes", [584, 132, 130, 7])
+@pytest.mark.parametrize("row_bytes", first_of(132, 584, 130, 7))
 def test_digests_are_the_same_numbers(row_bytes: int) -> None:
     specs = [StateSpec("c", i, Growth.PAGED, row_bytes, tokens_per_row=4, encoding="x") for i in range(2)]
     specs.append(StateSpec("w", 0, Growth.RING, row_bytes, rows=8, encoding="x"))
@@ -475,10 +487,14 @@ def test_draws_are_the_sampler_s(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(ops.draw(logits, temperatures, keys), want)
 
 
+def _is_slow(test: object) -> bool:
+    return any(mark.name == "slow" for mark in getattr(test, "pytestmark", ()))
+
+
 @pytest.fixture(scope="module")
 def _whole_file(request: pytest.FixtureRequest) -> Iterator[bool]:
     mine = {item.originalname for item in request.session.items if item.fspath == request.fspath}
-    here = {name for name in globals() if name.startswith("test_")}
+    here = {name for name, test in globals().items() if name.startswith("test_") and not _is_slow(test)}
     yield here <= mine
 
 

@@ -78,11 +78,18 @@ def linears(tokens: int) -> Iterator[Case]:
         for m in (codes(8192, HIDDEN) for _ in range(copies(8192 * HIDDEN)))
     ]
     flat = rounded(numbers(tokens * 8, HIDDEN), groups[0], rows=tokens)
+
+    def out_a(m: Codes) -> torch.Tensor:
+        if isinstance(flat, Rounded):
+            return multiply(flat, m, groups=Strided(8))
+        whole = Codes(m.codes.view(8192, HIDDEN), m.scales.view(64, 32), m.tile, True)
+        return v4.grouped_linear(flat.view(tokens, 8, HIDDEN), whole)
+
     yield Case(
         "out_a",
         "8 x [1024, 4096] e4m3",
         tokens,
-        [lambda m=m: multiply(flat, m, groups=Strided(8)) for m in groups],
+        [lambda m=m: out_a(m) for m in groups],
         8192 * HIDDEN + tokens * (8 * HIDDEN + 2 * 8192),
         2.0 * tokens * 8192 * HIDDEN,
         "fp8" if isinstance(flat, Rounded) else "bf16",

@@ -56,15 +56,18 @@ def build(
 ) -> list[Built]:
     """Compiles all cases of the catalogue for all of `archs` in `jobs` processes (all cores, if not given).
 
-    With `quick` only matrix kernels are compiled in each of their forms, and of others one form of each case.
+    With `quick` a case compiles the first form only of each kernel, and what multiplies nothing is compiled once.
     """
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)  # read by the compiler, here and in the processes
     from splitserve.ops.kernels.catalogue import cases
 
-    work = [(case.name, arch, quick) for case in cases() for arch in archs]
+    names = [case.name for case in cases()]
+    work: list[Work] = [(arch, (name,), False) for name in names for arch in archs]
+    if quick:  # one process for each architecture, which knows what it has compiled
+        work = [(arch, tuple(names), True) for arch in archs]
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        return [built for some in pool.map(_build_case, work) for built in some]
+        return [built for some in pool.map(_build_cases, work) for built in some]
 
 
 def missing(built: Iterable[Built], archs: Sequence[int]) -> list[str]:
@@ -80,34 +83,32 @@ EIGHT_BITS = {"weigh8"}
 """Kernels that need products of eight bits; elsewhere their work is done in bf16, with the same result."""
 
 
-def _build_case(work: tuple[str, int, bool]) -> list[Built]:
-    """In a process of its own: compiles one case for one architecture and looks at the result."""
-    name, arch, quick = work
+Work = tuple[int, tuple[str, ...], bool]  # architecture, names of cases, quick
+
+
+def _build_cases(work: Work) -> list[Built]:
+    """In a process of its own: compiles cases for one architecture and looks at the results."""
+    arch, names, quick = work
     from splitserve.ops.kernels.catalogue import cases, kernels
-    from splitserve.ops.kernels.launch import compiling
+    from splitserve.ops.kernels.launch import Compiled, compiling
 
     is_matrix = kernels()
-    broken = []
-    once = frozenset(k for k, matrix in is_matrix.items() if not matrix) if quick else frozenset()
-    with compiling(arch, once=once) as tape:
-        try:
-            next(c for c in cases() if c.name == name).start(arch)
-        except (CompilationError, OutOfResources, PTXASError, RuntimeError) as e:
-            broken = [Built(name, "?", arch, "", 0, Code(0, 0, ()), False, error=_reason(e))]
-    unique = {c.cubin: c for c in tape.compiled}
-    return broken + [
-        Built(
-            name,
-            c.kernel,
-            arch,
-            _short(c.constants),
-            c.shared,
-            inspect(c.cubin),
-            is_matrix[c.kernel],
-            "griddepcontrol.wait" in c.ptx,
-        )
-        for c in unique.values()
-    ]
+    once = frozenset(name for name, matrix in is_matrix.items() if not matrix)
+    found: list[Built] = []
+    made: dict[bytes, tuple[str, Compiled]] = {}
+    with compiling(arch, once=once if quick else None) as tape:
+        for case in (c for c in cases() if c.name in names):
+            begun = tape.next_case()
+            try:
+                case.start(arch)
+            except (CompilationError, OutOfResources, PTXASError, RuntimeError) as e:
+                found.append(Built(case.name, "?", arch, "", 0, Code(0, 0, ()), False, error=_reason(e)))
+            made |= {c.cubin: (case.name, c) for c in tape.compiled[begun:] if c.cubin not in made}
+    for name, c in made.values():
+        matrix = is_matrix[c.kernel]
+        code, follows = inspect(c.cubin, is_matrix=matrix), "griddepcontrol.wait" in c.ptx
+        found.append(Built(name, c.kernel, arch, _short(c.constants), c.shared, code, matrix, follows))
+    return found
 
 
 def _reason(e: BaseException) -> str:

@@ -18,7 +18,8 @@ from types import ModuleType
 import torch
 
 from splitserve.ops import triton as ops
-from splitserve.ops.kernels.tuned import sizes
+from splitserve.ops.kernels.archs import FIRST_FP8
+from splitserve.ops.kernels.tuned import sizes, tuned
 from splitserve.ops.ref.v4.sparse import Rows
 from splitserve.ops.triton import (
     attention,
@@ -97,15 +98,26 @@ def _each(kernel: str, start: Callable[[int], object]) -> Callable[[int], None]:
     return run
 
 
+def _each_block(start: Callable[[int], object], *, rounded: str = "") -> Callable[[int], None]:
+    """`start` with each size of a block that pairs are grouped into; `rounded`: where that table wants eight bits."""
+
+    def run(arch: int) -> None:
+        for size in sizes("group_pairs", arch):
+            if not rounded or (arch >= FIRST_FP8 and tuned(rounded, arch, size)["EIGHT"]):
+                start(tuned("group_pairs", arch, size)["BM"])
+
+    return run
+
+
 def _matrix_cases() -> Iterator[Case]:
     for kind, make in (("e4m3", tiles), ("e2m1", words)):
         yield Case(f"linear_{kind}", _each(f"weigh_{kind}", partial(_linear, make)))
         yield Case(
             f"linear_rounded_{kind}", _from_sm89(_each(f"weigh8_{kind}", partial(_linear_rounded, make)))
         )
-        yield Case(f"experts_{kind}", _each(f"weigh_{kind}_grouped", partial(_experts, make, False)))
-        rounded = partial(_experts, make, True)
-        yield Case(f"experts_rounded_{kind}", _from_sm89(_each(f"weigh8_{kind}_grouped", rounded)))
+        yield Case(f"experts_{kind}", _each_block(partial(_experts, make, False)))
+        eight = _each_block(partial(_experts, make, True), rounded=f"rounded_{kind}")
+        yield Case(f"experts_rounded_{kind}", eight)
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )
@@ -166,7 +178,7 @@ def _v4_cases() -> Iterator[Case]:
         meta(2, 6, dtype=I64), local=range(256), limit=10.0))  # fmt: skip
     yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
     yield Case("hyper", _each("hc_mix", _hyper))
-    for tokens in (4, 64):  # the way of few tokens and that of many
+    for tokens in (4, 64, 512):  # split far, in one or two parts, and whole
         yield Case(f"attend_{tokens}", partial(_attend, tokens, (LATENT, U8)))
         yield Case(f"attend_plain_{tokens}", partial(_attend, tokens, (DIM, torch.bfloat16)))
     yield Case("index", _each("rate_entries", _index))
@@ -247,7 +259,7 @@ def _llama_cases() -> Iterator[Case]:
     yield Case("write_rows", lambda _: ops.write_rows(
         meta(64, 8, 256, 256), meta(8, 8, 128), meta(8, 8, 128), meta(8, dtype=I64), meta(8, dtype=I64)))  # fmt: skip
     yield Case("choose_experts", lambda _: ops.choose_experts(meta(8, 128), 8, normalize=True))
-    yield Case("mix_experts_bf16", _each("weigh_bf16_grouped", _bf16_experts))
+    yield Case("mix_experts_bf16", _each_block(_bf16_experts))
 
 
 def _llama_dense(_: int) -> None:

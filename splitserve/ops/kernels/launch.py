@@ -49,8 +49,23 @@ class Tape:
     """What launchers asked for while compiling; `device` is the number under which Triton knows the architecture."""
 
     arch: int
-    once: frozenset[str] = frozenset()  # kernels of which the first specialisation is enough
+    once: frozenset[str] | None = (
+        None  # a case's first form of each kernel is enough, and of these one of all cases
+    )
     compiled: list[Compiled] = field(default_factory=list)
+    begun: int = 0  # where the case at hand began
+
+    def next_case(self) -> int:
+        """How many forms there were before it."""
+        self.begun = len(self.compiled)
+        return self.begun
+
+    def wants(self, kernel: str) -> bool:
+        """Whether another form of it is to be compiled."""
+        if self.once is None:
+            return True
+        since = 0 if kernel in self.once else self.begun
+        return all(c.kernel != kernel for c in self.compiled[since:])
 
 
 _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
@@ -77,7 +92,7 @@ class _Compiler:
 
 
 @contextmanager
-def compiling(arch: int, *, once: frozenset[str] = frozenset()) -> Iterator[Tape]:
+def compiling(arch: int, *, once: frozenset[str] | None = None) -> Iterator[Tape]:
     """Inside, launches with meta tensors compile for `arch` (90 is sm_90) and are recorded; nothing else may launch."""
     tape = Tape(arch, once)
     token = _TAPE.set(tape)
@@ -163,7 +178,7 @@ def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constant
     tape = _TAPE.get()
     if tape is None:
         raise RuntimeError(f"{kernel.__name__}: meta tensors outside `compiling`")
-    if kernel.__name__ in tape.once and any(c.kernel == kernel.__name__ for c in tape.compiled):
+    if not tape.wants(kernel.__name__):
         return
     result = kernel.warmup(*args, grid=grid, **constants)
     names = [p.name for p in kernel.params if p.is_constexpr]

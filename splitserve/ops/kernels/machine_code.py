@@ -18,10 +18,10 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 class Code:
     registers: int  # of a thread
     spilled: int  # bytes of local memory of a thread
-    tensor: tuple[str, ...]  # kinds of matrix instructions
+    tensor: tuple[str, ...]  # kinds of matrix instructions, of kernels that multiply matrices
 
 
-def inspect(cubin: bytes) -> Code:
+def inspect(cubin: bytes, *, is_matrix: bool) -> Code:
     """Raises OSError where the tools that come with Triton are missing, ValueError where their output is another."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "kernel.cubin"
@@ -31,7 +31,7 @@ def inspect(cubin: bytes) -> Code:
         if found is None:
             raise ValueError(f"cuobjdump says nothing of registers: {usage[:200]}")
         registers, stack, local = map(int, found.groups())
-        text = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path))
+        text = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)) if is_matrix else ""
     return Code(registers, stack + local, tuple(sorted({m.split(".")[0] for m in _TENSOR.findall(text)})))
 
 

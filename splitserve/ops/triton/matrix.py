@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.triton.codes import E2M1_BIAS, E4M3_BIAS, e2m1_bits, e4m3_bits, power_of_two
-from splitserve.ops.triton.overlap import fetch_ahead, follow
+from splitserve.ops.triton.overlap import follow
 
 
 @triton.jit
@@ -115,13 +115,11 @@ def weigh(
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    AHEAD: tl.constexpr,  # lines of 128 bytes of each row that are fetched before anything is read
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(N / BN), blocks, SPLITS]
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
-    if GROUPED == "lists":
-        follow()  # the lists are another kernel's
+    follow()
     expert, row, used = tile_rows(rows_of, expert_of, num_rows, GROUPED, EXPERTS, BM)
     if not used:
         return
@@ -132,13 +130,6 @@ def weigh(
     part = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
     first = tl.program_id(2) * part
     last = tl.minimum(first + part, K)
-    if GROUPED != "lists":
-        PACK: tl.constexpr = 4 if FORMAT == "e2m1" else 1  # numbers of one element
-        WIDTH: tl.constexpr = 1 if FORMAT == "e4m3" else 2  # bytes of one
-        least = tl.minimum(n, N - 1).to(tl.int64)
-        begin = codes + expert * N * (K // PACK) + least * (K // PACK) + first // PACK
-        fetch_ahead(begin, (last - first) // PACK * WIDTH, AHEAD)
-        follow()
     if FORMAT == "e2m1":
         j = tl.arange(0, 32)
         weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]

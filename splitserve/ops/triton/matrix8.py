@@ -14,7 +14,7 @@ import triton.language as tl
 
 from splitserve.ops.triton.codes import E4M3_BIAS, e2m1_numbers, e4m3_bits, e4m3_numbers, e4m3_scale, to_e4m3
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
-from splitserve.ops.triton.overlap import fetch_ahead, follow
+from splitserve.ops.triton.overlap import follow
 
 
 @triton.jit(do_not_specialize=["num_rows", "share"])
@@ -36,12 +36,10 @@ def weigh8(
     NATIVE: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
-    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(N / BN), blocks, SPLITS]
-    if GROUPED == "lists":
-        follow()  # the lists are another kernel's
+    follow()
     expert, row, used = tile_rows(rows_of, expert_of, num_rows, GROUPED, EXPERTS, BM)
     if not used:
         return
@@ -56,12 +54,6 @@ def weigh8(
     part = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(2) * part
     last = tl.minimum(first + part, blocks)
-    if GROUPED != "lists":
-        PACK: tl.constexpr = 4 if FORMAT == "e2m1" else 1  # numbers of one element
-        least = tl.minimum(n, N - 1).to(tl.int64)
-        begin = codes + expert * N * (K // PACK) + least * (K // PACK) + first * (128 // PACK)
-        fetch_ahead(begin, (last - first) * (64 if FORMAT == "e2m1" else 128), AHEAD)
-        follow()
     if FORMAT == "e2m1":
         j = tl.arange(0, 32)
         weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]

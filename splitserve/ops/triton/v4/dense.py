@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from splitserve.ops.kernels.launch import arch_of
+from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.dense import Table, rope_table
-from splitserve.ops.triton.multiply import Codes, Strided, multiply
+from splitserve.ops.triton.multiply import Codes, Strided, expand, multiply
 from splitserve.ops.triton.norms import norm_and_turn
 
 __all__ = [
@@ -69,9 +71,13 @@ def grouped_linear(
 ) -> torch.Tensor:  # [T, groups * out]: each group of inputs through its own matrix
     """Twin of ref.v4.grouped_linear, which takes numbers; codes are taken as they are."""
     tokens, groups, size = x.shape
+    if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:
+        weight = expand(weight)
     if isinstance(weight, torch.Tensor):
         stacked = weight.unflatten(0, (groups, -1)).transpose(1, 2)
-        return torch.bmm(x.transpose(0, 1), stacked).transpose(0, 1).flatten(1)
+        out = torch.empty(tokens, groups, stacked.shape[2], dtype=x.dtype, device=x.device)
+        torch.bmm(x.transpose(0, 1), stacked, out=out.transpose(0, 1))  # strides and all: nothing is copied
+        return out.flatten(1)
     rows, columns = weight.tile
     if weight.codes.shape[0] // groups % rows:
         raise ValueError(

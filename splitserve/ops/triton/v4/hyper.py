@@ -206,7 +206,8 @@ def _collapse(
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
     blocks = triton.cdiv(tokens, config["BT"])
-    splits = max(1, min(num_processors(streams) // max(blocks, 1), n * size // config["BK"], 32))
+    wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
+    splits = max(1, min(wanted, n * size // config["BK"], 32))
     splits = 1 << (splits.bit_length() - 1)
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(

@@ -56,7 +56,9 @@ def rate_entries(
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     query = (query.to(tl.float32) * (HALF if PACKED else 1.0)).to(NUM)
     weight = tl.load(weights + token * heads + head, mask=head < heads, other=0.0)
-    for tile in tl.range(tl.program_id(1) * TILES, (tl.program_id(1) + 1) * TILES, num_stages=STAGES):
+    first, stop = tl.program_id(1) * TILES, (tl.program_id(1) + 1) * TILES
+    seen = tl.minimum(stop, tl.cdiv(visible, BN))
+    for tile in tl.range(first, seen, num_stages=STAGES):
         entry = tile * BN + tl.arange(0, BN)
         here = entry < visible
         page = tl.load(pages + seq * max_pages + entry // per_page, mask=here, other=0)
@@ -74,6 +76,10 @@ def rate_entries(
             score *= scale * HALF
         out = scores + token * num_entries + entry
         tl.store(out, tl.where(here, score, float("-inf")), mask=entry < num_entries)
+    for tile in range(tl.maximum(first, seen), stop):
+        entry = tile * BN + tl.arange(0, BN)
+        never = tl.full((BN,), float("-inf"), tl.float32)
+        tl.store(scores + token * num_entries + entry, never, mask=entry < num_entries)
 
 
 def index_scores(

@@ -5,7 +5,8 @@
     mix      program (token, columns, heads): weights brought to the maximum of all tiles, times the rows' columns
 
 Heads of 512 numbers are too wide for one program to hold weighted rows of all columns beside everything else, so rows
-are read twice, the second time from the cache and column by column. For few tokens see sparse_few.py.
+are read twice, the second time from the cache and column by column. sparse_few.py does it in one pass: for few tokens,
+and for many where shared memory has room.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def attend(
     if not (dim <= WIDE.value or 3 * WIDE.value < dim <= 4 * WIDE.value):
         raise ValueError(f"heads of {dim} numbers: up to 128, or 385 to 512, are served")
     q = q.contiguous()
-    if tokens <= tuned("attend_few", arch_of(q))["TOKENS"]:
+    if tuned("attend_one_pass", arch_of(q), tokens)["ONE_PASS"]:
         return attend_few(q, near, far, sink, scale=scale, rope_dim=rope_dim, turn_back=turn_back)
     far = far or Rows(near.view, near.index[:, :0])
     columns = min(WIDE.value, triton.next_power_of_2(dim))

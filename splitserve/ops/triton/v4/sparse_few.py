@@ -1,9 +1,11 @@
-"""Attention of DeepSeek-V4 for few tokens: one pass, cut into many splits so that all processors have work.
+"""Attention of DeepSeek-V4 in one pass: each row is read once for the heads of a program.
 
-    split    program (token, split, heads): running maximum, sum and weighted latents of its tiles
+    split    program (token, split, heads): running maximum, sum and weighted latents of its tiles; where there is one
+             split only, the sink too, and the result
     join     program (token, head): the splits and the sink together, divided
 
-A program holds few heads, and its queries are read again for each tile: they would not fit beside the sums.
+Few tokens are cut into splits, so that all processors have work. Where shared memory has room (KEEP) a program keeps its
+queries there; elsewhere it holds few heads and reads them again for each tile: they would not fit beside the sums.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ def attend_split(
     q,  # [T, heads, NOPE + ROPE]
     near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
     far, far_index, num_far, far_per_unit, far_unit, far_row,
-    part,  # [T, splits, heads, NOPE + ROPE] float32
-    part_top, part_total,  # [T, splits, heads] float32
+    part,  # [T, splits, heads, NOPE + ROPE] float32; the result, in q's type, where WHOLE
+    part_top, part_total,  # [T, splits, heads] float32; not where WHOLE
+    sink,  # [heads] float32, where WHOLE
+    cos, sin,  # [T, ROPE / 2] float32, where WHOLE and TURN_BACK
     heads, splits,
     scale,  # times log2(e)
     PACKED: tl.constexpr,
@@ -44,6 +48,9 @@ def attend_split(
     LONG: tl.constexpr,  # columns are 3 * 128 + 64 + ROPE; else 64 + ROPE
     ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,  # there is one split
+    TURN_BACK: tl.constexpr,
+    KEEP: tl.constexpr,  # queries are read once
     BH: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -65,8 +72,22 @@ def attend_split(
         m0 = tl.zeros((BH, 128), tl.float32)
         m1 = tl.zeros((BH, 128), tl.float32)
         m2 = tl.zeros((BH, 128), tl.float32)
+    if KEEP:
+        qt = tl.load(queries + TAIL + short, mask=exists, other=0.0).to(NUM)
+        qr = tl.load(queries + NOPE + turn, mask=ours, other=0.0).to(NUM)
+        if LONG:
+            q0 = tl.load(queries + wide, mask=ours, other=0.0).to(NUM)
+            q1 = tl.load(queries + 128 + wide, mask=ours, other=0.0).to(NUM)
+            q2 = tl.load(queries + 256 + wide, mask=ours, other=0.0).to(NUM)
     near_tiles = tl.cdiv(num_near, BK)
-    tiles = near_tiles + tl.cdiv(num_far, BK)
+    far_end = num_far
+    if WHOLE:  # lists of early tokens end in entries that are not there
+        far_end = num_far * 0
+        for start in range(0, num_far, 512):
+            at = start + tl.arange(0, 512)
+            entry = tl.load(far_index + token * num_far + at, mask=at < num_far, other=-1)
+            far_end = tl.maximum(far_end, tl.max(tl.where(entry >= 0, at + 1, 0), 0))
+    tiles = near_tiles + tl.cdiv(far_end, BK)
     share = tl.cdiv(tiles, splits)
     for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
         rows, here = row_pointers(
@@ -86,18 +107,22 @@ def attend_split(
         )
         turned = (rows + NOPE).to(tl.pointer_type(tl.bfloat16)) if PACKED else rows + NOPE
         kr = tl.load(tl.multiple_of(turned, 8)[:, None] + turn, mask=here[:, None], other=0.0).to(NUM)
-        qt = tl.load(queries + TAIL + short, mask=exists, other=0.0, volatile=True).to(NUM)
-        qr = tl.load(queries + NOPE + turn, mask=ours, other=0.0, volatile=True).to(NUM)
+        if not KEEP:
+            qt = tl.load(queries + TAIL + short, mask=exists, other=0.0, volatile=True).to(NUM)
+            qr = tl.load(queries + NOPE + turn, mask=ours, other=0.0, volatile=True).to(NUM)
         kt = numbers_of(ct, ct, scales, TAIL, False, 64, BK, PACKED, NOPE, NATIVE)
         logits = tl.dot(qt, tl.trans(kt), tl.dot(qr, tl.trans(kr)))
         if LONG:
-            q0 = tl.load(queries + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            if not KEEP:
+                q0 = tl.load(queries + wide, mask=ours, other=0.0, volatile=True).to(NUM)
             k0 = numbers_of(c0, c0, scales, 0, False, 128, BK, PACKED, NOPE, NATIVE)
             logits = tl.dot(q0, tl.trans(k0), logits)
-            q1 = tl.load(queries + 128 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            if not KEEP:
+                q1 = tl.load(queries + 128 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
             k1 = numbers_of(c1, c1, scales, 128, False, 128, BK, PACKED, NOPE, NATIVE)
             logits = tl.dot(q1, tl.trans(k1), logits)
-            q2 = tl.load(queries + 256 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
+            if not KEEP:
+                q2 = tl.load(queries + 256 + wide, mask=ours, other=0.0, volatile=True).to(NUM)
             k2 = numbers_of(c2, c2, scales, 256, False, 128, BK, PACKED, NOPE, NATIVE)
             logits = tl.dot(q2, tl.trans(k2), logits)
         logits = tl.where(here[None, :], logits * scale, NEVER)
@@ -112,16 +137,29 @@ def attend_split(
             m0 = tl.dot(weights, k0, m0 * shrink)
             m1 = tl.dot(weights, k1, m1 * shrink)
             m2 = tl.dot(weights, k2, m2 * shrink)
-    out = (token * splits + split) * heads + head
-    tl.store(part_top + out, top, mask=head < heads)
-    tl.store(part_total + out, total, mask=head < heads)
+    if WHOLE:
+        share = tl.load(sink + head, mask=head < heads, other=0.0) * 1.4426950408889634
+        best = tl.maximum(top, share)
+        shrink = tl.exp2(top - best)
+        factor = (shrink / (total * shrink + tl.exp2(share - best)))[:, None]
+        if TURN_BACK:
+            even, odd = tl.split(tl.reshape(mr, (BH, ROPE // 2, 2)))
+            pair = token * (ROPE // 2) + tl.arange(0, ROPE // 2)
+            c, s = tl.load(cos + pair)[None, :], tl.load(sin + pair)[None, :]
+            mr = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (BH, ROPE))
+        out = token * heads + head
+    else:
+        out = (token * splits + split) * heads + head
+        tl.store(part_top + out, top, mask=head < heads)
+        tl.store(part_total + out, total, mask=head < heads)
+        factor = tl.full((1, 1), 1.0, tl.float32)
     into = part + out[:, None] * (NOPE + ROPE)
-    tl.store(into + TAIL + short, mt, mask=exists)
-    tl.store(into + NOPE + turn, mr, mask=ours)
+    tl.store(into + TAIL + short, mt * factor, mask=exists)
+    tl.store(into + NOPE + turn, mr * factor, mask=ours)
     if LONG:
-        tl.store(into + wide, m0, mask=ours)
-        tl.store(into + 128 + wide, m1, mask=ours)
-        tl.store(into + 256 + wide, m2, mask=ours)
+        tl.store(into + wide, m0 * factor, mask=ours)
+        tl.store(into + 128 + wide, m1 * factor, mask=ours)
+        tl.store(into + 256 + wide, m2 * factor, mask=ours)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -198,18 +236,25 @@ def attend_few(
     tiles = triton.cdiv(near.index.shape[1], config["BK"]) + triton.cdiv(far.index.shape[1], config["BK"])
     splits = max(1, min(tiles, int(num_processors(q) * config.pop("FILL")) // max(programs, 1)))
     splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
-    part = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
-    top, total = (torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    out = torch.empty_like(q)
+    cos, sin = turn_back or (sink, sink)
+    whole = splits == 1
+    part, top, total = out, sink, sink
+    if not whole:
+        part = torch.empty(tokens, splits, heads, dim, dtype=torch.float32, device=q.device)
+        top, total = (
+            torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device) for _ in range(2)
+        )
     align = min(alignment_of(near.view), alignment_of(far.view))
     launch(
         attend_split, (tokens, splits, triton.cdiv(heads, config["BH"])),
         q, *list_arguments(near, align), *list_arguments(far, align),
-        part, top, total, heads, splits, scale * LOG2E,
+        part, top, total, sink, cos, sin, heads, splits, scale * LOG2E,
         PACKED=near.view.dtype == torch.uint8, NOPE=nope, ROPE=rope_dim, LONG=nope > 64, ALIGN=align,
-        NATIVE=not interpreted(), **config,
+        NATIVE=not interpreted(), WHOLE=whole, TURN_BACK=whole and turn_back is not None, **config,
     )  # fmt: skip
-    out = torch.empty_like(q)
-    cos, sin = turn_back or (sink, sink)
+    if whole:
+        return out
     launch(
         attend_join, (tokens, heads),
         part, top, total, sink, cos, sin, out, heads, splits,
