@@ -32,7 +32,7 @@ from splitserve.errors import (
     SplitserveError,
 )
 
-from .request import RawHeaders, Request
+from .request import RawHeaders, Request, RequestHead
 from .responder import Responder
 
 if TYPE_CHECKING:
@@ -145,7 +145,12 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def _feed(self, data: bytes) -> None:
-        if self._phase == IDLE:
+        fresh = self._phase == IDLE
+        if fresh:
+            known = self._server.known.whole(data)
+            if known is not None:
+                self._take_known(*known)
+                return
             self._phase = HEAD
             self._deadline = self._server.loop.time() + self._server.limits.head_timeout_s
         if self._phase == BODY:
@@ -159,7 +164,9 @@ class Connection(asyncio.Protocol):
             self._not_http(e)
         if self._rejection is not None:
             return
-        if self._phase == HEAD:
+        if fresh and self._phase == IDLE and len(self._waiting) == 1:
+            self._learn(data)
+        elif self._phase == HEAD:
             self._head_bytes += len(data)
             if self._head_bytes > self._server.limits.max_head_bytes:
                 self._reject_head()
@@ -167,6 +174,19 @@ class Connection(asyncio.Protocol):
             self._reject(
                 RequestError(f"{self._body_raw} bytes of chunk framing around {len(self._body)} of body")
             )
+
+    def _take_known(self, head: RequestHead, body: bytes) -> None:
+        """A whole request whose head was parsed before: the parser need not see it."""
+        keep = not self._server.draining
+        responder = Responder(self, head_only=head.method == "HEAD", keep_alive=keep, chunks=True)
+        self._waiting.append((Request(head.method, head.target, head.headers, body), responder))
+
+    def _learn(self, data: bytes) -> None:
+        """`data` was one request, or several: only one whole request has a head worth knowing."""
+        request, responder = self._waiting[0]
+        if self._version == "1.1" and responder.keeps_alive:
+            head = RequestHead(request.method, request.target, request.raw_headers)
+            self._server.known.learn(data, request.raw_headers, head)
 
     def _not_http(self, error: httptools.HttpParserError) -> None:
         if self._target == b"*" and "PRI" in str(error):  # an HTTP/2 client, or a router probing for gRPC

@@ -18,7 +18,8 @@ from splitserve import log
 from splitserve.errors import PortTaken, SplitserveError
 
 from .connection import Connection
-from .request import Limits, Request
+from .known import KnownHeads
+from .request import Limits, Request, RequestHead
 from .responder import Responder
 
 App = Callable[[Request, Responder], Awaitable[None] | None]
@@ -36,6 +37,7 @@ class HttpServer:
         self.limits = limits
         self.loop = asyncio.get_running_loop()
         self.draining = False
+        self.known: KnownHeads[RequestHead] = KnownHeads()
         self.port = 0
         self._listener: asyncio.Server | None = None
         self._connections: set[Connection] = set()

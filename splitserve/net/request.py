@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from http import HTTPStatus
+from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 Headers = Iterable[tuple[str, str]]
@@ -36,6 +37,14 @@ class Limits:
     idle_timeout_s: float = 75.0
     write_timeout_s: float = 60.0
     max_connections: int = 4096
+
+
+class RequestHead(NamedTuple):
+    """What the bytes of a head said."""
+
+    method: str
+    target: bytes
+    headers: RawHeaders
 
 
 class Request:

@@ -23,7 +23,10 @@ import httptools
 
 from splitserve.errors import ConfigError
 
+from .known import KnownHeads
 from .request import Headers, RawHeaders, header_lines
+
+ParsedHead = tuple[int, RawHeaders]  # status, headers
 
 
 class Origin(NamedTuple):
@@ -139,7 +142,11 @@ class Upstream(asyncio.Protocol):
         if exchange is None:  # nobody asked: whatever it is, it would be taken for the next answer
             self.abort()
             return
-        self._received = True
+        is_first, self._received = not self._received, True
+        known = self._pool.known.whole(data) if is_first else None
+        if known is not None:
+            self._take_known(*known, exchange)
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
@@ -150,6 +157,8 @@ class Upstream(asyncio.Protocol):
                 self._bound_head(len(data))
                 return
             self._head_told = True
+            if is_first and self._complete and self._keep_alive and not self._surplus:
+                self._pool.known.learn(data, self._headers, (self._status, self._headers))
             exchange.on_head(self._status, self._headers)
         pieces = self._pieces
         if pieces:
@@ -160,6 +169,16 @@ class Upstream(asyncio.Protocol):
             if body and self._exchange is exchange:
                 exchange.on_body(body)
         if self._complete and self._exchange is exchange:
+            self._end()
+
+    def _take_known(self, head: ParsedHead, body: bytes, exchange: Exchange) -> None:
+        """A whole response whose head was parsed before: the parser need not see it."""
+        self._complete = self._keep_alive = True
+        self._surplus = False
+        exchange.on_head(*head)
+        if body and self._exchange is exchange:
+            exchange.on_body(body)
+        if self._exchange is exchange:
             self._end()
 
     # -------------------------------------------------------------- parser events
@@ -235,6 +254,7 @@ class Pool:
         self._max_idle = max_idle
         self._max_idle_s = max_idle_s
         self._connect_timeout_s = connect_timeout_s
+        self.known: KnownHeads[ParsedHead] = KnownHeads()
         self._idle: list[Upstream] = []
         self._open: set[Upstream] = set()
         self._loop = asyncio.get_running_loop()

@@ -39,6 +39,7 @@ class View(msgspec.Struct, frozen=True):
 
     answers: list[Member]  # healthy, not draining, not full, proven with somebody of whom the same holds
     partners: dict[str, list[Member]]  # answering id -> prefills proven with it; [] for unified engines
+    has_choice: bool = False  # of some kind of engine there are several, well or not
 
 
 def chain(prompt: bytes) -> tuple[int, ...]:
@@ -122,8 +123,8 @@ class Chooser:
         self._view = View([], {})
         self._viewed: Fleet | None = None
         self._version = -1
+        self._hashes = policy == "cache_aware"
         self.seen = SeenPrefixes()
-        self.wants_chain = policy == "cache_aware"
 
     # -------------------------------------------------------------- the decision
 
@@ -131,10 +132,7 @@ class Chooser:
         self, features: Features, fleet: Fleet, now: float, *, avoid: Collection[str] = ()
     ) -> Route | Reject:
         """A route along members that can serve now; those in `avoid` have just failed and come last."""
-        if self._viewed is not fleet or self._version != fleet.version:
-            self._view = self._look(fleet)
-            self._viewed, self._version = fleet, fleet.version
-        view = self._view
+        view = self._see(fleet)
         if not view.answers:
             return self._reject(fleet)
         careful = bool(avoid) or bool(fleet.tripped)
@@ -149,6 +147,16 @@ class Chooser:
         )
         return Route(prefill, answer, f"{why_prefill}; {why}", f"{other} {warning}".strip())
 
+    def wants_chain(self, fleet: Fleet) -> bool:
+        """Whether a prompt's hash chain decides anything: not where there is one engine of each kind."""
+        return self._hashes and self._see(fleet).has_choice
+
+    def _see(self, fleet: Fleet) -> View:
+        if self._viewed is not fleet or self._version != fleet.version:
+            self._view = self._look(fleet)
+            self._viewed, self._version = fleet, fleet.version
+        return self._view
+
     def _look(self, fleet: Fleet) -> View:
         roomy = [m for m in fleet if m.healthy and not m.draining and not m.full(self._max_queued_tokens)]
         prefills = [m for m in roomy if m.role is Role.PREFILL]
@@ -158,7 +166,9 @@ class Chooser:
                 partners[m.id] = []
             elif m.role is Role.DECODE and (found := [p for p in prefills if fleet.is_proven(p, m)]):
                 partners[m.id] = found
-        return View([m for m in roomy if m.id in partners], partners)
+        roles = [m.role for m in fleet]
+        several = len(roles) > len(set(roles))
+        return View([m for m in roomy if m.id in partners], partners, several)
 
     def chosen(self, route: Route, features: Features) -> None:
         """The route was taken: its members will have this prompt's beginning in their caches."""

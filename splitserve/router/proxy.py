@@ -77,7 +77,7 @@ class Proxy:
         has_seed = request.path.startswith(
             "/v1/"
         )  # /generate keeps it inside sampling_params: engines use the room
-        wants_chain = self.chooser.wants_chain
+        wants_chain = self.chooser.wants_chain(self.fleet)
         try:
             prepared = prepare(
                 request.body, seed=self._rng.getrandbits(62) if has_seed else None, read_prompt=wants_chain

@@ -97,12 +97,11 @@ def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prep
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the body is no JSON object: {e}") from None
     opened = body.rstrip()[:-1].rstrip()
-    if not opened.endswith(b"{"):
-        opened += b","
+    more = b"" if opened.endswith(b"{") else b","
     if seed is not None and (asked.seed is msgspec.UNSET or asked.seed is None):
-        opened += b'"seed":%d,' % seed
+        more += b'"seed":%d,' % seed
     return Prepared(
-        opened,
+        opened + more,
         stream=asked.stream is True,
         wants_input_logprobs=asked.return_logprob is True and asked.stream is not True,
         prompt_text=asked.prompt_text if read_prompt else b"",
