@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from splitserve.layers.v4 import kernels as ops
 from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.make_checkpoint import TINY, write_checkpoint
-from splitserve.ops.ref import v4 as ops
 from tests.models.v4_oracle import load_model, make_bench, random_text
 
 ATOL = 1e-4  # of tests/models/test_v4_parity.py

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from splitserve.layers.forward import Forward, Group
-from splitserve.ops.ref import v4 as ops
 
+from . import kernels as ops
 from .compressor import Compressor
 from .indexer import Indexer
 from .plan import Near, StepPlan

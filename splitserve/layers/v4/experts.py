@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from splitserve.layers.forward import Group
-from splitserve.ops.ref import v4 as ops
+
+from . import kernels as ops
 
 
 @dataclass(frozen=True)

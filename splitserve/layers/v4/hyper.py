@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from splitserve.ops.ref import v4 as ops
+from . import kernels as ops
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from splitserve.layers.forward import Forward
-from splitserve.ops.ref import v4 as ops
+
+from . import kernels as ops
 
 
 @dataclass(frozen=True)

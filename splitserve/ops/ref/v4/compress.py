@@ -94,7 +94,9 @@ def plan_saves(
     *,
     rows: int,  # of the ring
     slots: torch.Tensor,  # [num_seqs] int64
-    marks: Sequence[tuple[int, int, int]] = (),  # (sequence, stop, slot unit): the same of its tokens before `stop`
+    marks: Sequence[
+        tuple[int, int, int]
+    ] = (),  # (sequence, stop, slot unit): the same of its tokens before `stop`
 ) -> Saves:
     lens, stops = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
     ends = np.cumsum(lens)

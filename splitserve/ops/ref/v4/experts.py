@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from .quant import Weight, linear
+
+Product = Callable[[torch.Tensor, Weight], torch.Tensor]
+"""x [T, in] and a weight [out, in] to [T, out]."""
 
 
 def route(
@@ -50,9 +55,11 @@ def expert_ffn(
     down: Weight,  # [hidden, ffn]
     limit: float,
     weights: torch.Tensor | None = None,  # [n, 1] float32: multiplies what goes into `down`
+    *,
+    product: Product = linear,
 ) -> torch.Tensor:  # [n, hidden]
-    inner = clamped_swiglu(linear(x, gate_up), limit)
-    return linear((inner if weights is None else inner * weights).to(x.dtype), down)
+    inner = clamped_swiglu(product(x, gate_up), limit)
+    return product((inner if weights is None else inner * weights).to(x.dtype), down)
 
 
 def mix_experts(
@@ -64,6 +71,7 @@ def mix_experts(
     *,
     local: range,  # the experts that this rank holds
     limit: float,
+    product: Product = linear,
 ) -> torch.Tensor:  # [T, hidden] float32: the sum over this rank's experts
     """Each chosen expert runs once, over all its tokens."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -76,6 +84,7 @@ def mix_experts(
         at += size
         if size and expert in local:
             token, slot = rows // experts.shape[1], expert - local.start
-            y = expert_ffn(x[token], gate_up[slot], down[slot], limit, weights.flatten()[rows, None])
+            w = weights.flatten()[rows, None]
+            y = expert_ffn(x[token], gate_up[slot], down[slot], limit, w, product=product)
             out.index_add_(0, token, y.float())
     return out
