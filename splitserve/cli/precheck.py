@@ -32,7 +32,8 @@ def _check_model(engine: EngineConfig) -> None:
     if not engine.dummy_weights:
         open_checkpoint(source)
     dtype = engine.dtype if engine.dtype != "auto" else "bf16"
-    specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype)
+    drafts = engine.speculative != "none"
+    specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype, draft=drafts)
     layout = lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
     if engine.device == "cpu":
         # The engine asks again, with the memory that is free when its weights are in.

@@ -260,7 +260,7 @@ def _check_alike(groups: Sequence[Group], source: str) -> None:
 
     They compare all of it when they meet (transfer/layout.py); this says the obvious before anything is loaded.
     """
-    for name in ("page_tokens", "dtype", "kv_dtype"):
+    for name in ("page_tokens", "dtype", "kv_dtype", "speculative"):
         values = {str(g.role): getattr(g.engine, name) for g in groups}
         # dtype "auto" may come out as what the other side names; of kv_dtype's two values one is "auto".
         meant = {v for v in values.values() if name != "dtype" or v != "auto"}

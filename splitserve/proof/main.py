@@ -208,7 +208,8 @@ def _specs(facts: dict[str, Any]) -> list[StateSpec]:
     from splitserve.weights.locate import locate
 
     cfg = read_config(locate(Path(facts["model_path"])))
-    return registry.states(cfg, dtype=facts["dtype"], kv=facts["kv_dtype"])
+    drafts = facts["speculative"] != "none"
+    return registry.states(cfg, dtype=facts["dtype"], kv=facts["kv_dtype"], draft=drafts)
 
 
 def _joined(parts: Any) -> str:
