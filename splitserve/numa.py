@@ -70,6 +70,13 @@ def expected_policy(policy: str, nodes: tuple[int, ...]) -> str:
     return "default" if policy in ("auto", "none") or not nodes else f"{policy}:{short_list(nodes)}"
 
 
+def share_of(cpus: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+    """The cpus of one rank: an equal part of the engine's, or all of them when there are fewer than ranks."""
+    if len(cpus) < size:
+        return cpus
+    return cpus[len(cpus) * rank // size : len(cpus) * (rank + 1) // size]
+
+
 def parse_list(text: str) -> list[int]:
     """The kernel's lists of numbers: '0-2,5' is [0, 1, 2, 5]; empty text is []."""
     numbers: list[int] = []

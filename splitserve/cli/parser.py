@@ -71,6 +71,17 @@ def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fabric",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure the links between prefill and decode ranks, of a deployment file or of one pair on this host",
+    )
+    _json(parser)
+
+
 def _name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="deployment; default: the one that is up"
@@ -242,6 +253,6 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "state": ("bytes that a model keeps for a request", _MODEL, _state),
     "kernels": ("compile the GPU kernels ahead of time", _KERNELS, _kernels),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
-    "doctor": ("check that everything needed is here", _MACHINE, _json),
+    "doctor": ("check that everything needed is here", _MACHINE, _doctor),
     "version": ("print the version", _MACHINE, _json),
 }

@@ -11,9 +11,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from splitserve.numa import short_list
+from splitserve.plan.fabric import Fabric, Verdict
 
 Event = dict[str, Any]
 
@@ -123,6 +125,33 @@ def describe(event: Event) -> str:
             return f"{name}: {other} {text}".strip()
 
 
+def fabric(measured: Fabric, verdict: Verdict) -> list[str]:
+    """The matrix of links, the yardsticks, what is wrong, and which ranks to pair."""
+    sizes = sorted({size for link in measured.links for size in link.alone})
+    head = ("prefill", "decode", *(_size(n) for n in sizes), "all at once", "lane")
+    rows = [
+        (
+            str(link.source),
+            str(link.target),
+            *(f"{link.alone[n]:.2f}" for n in sizes),
+            f"{link.together:.2f}" if link.together else "-",
+            link.lane.split("/")[0],
+        )
+        for link in measured.links
+    ]
+    pairs = ", ".join(f"{source} to {target}" for target, source in sorted(verdict.pairing.items()))
+    lines = ["GB/s of single writes, by size", *_columns(head, rows), ""]
+    lines.append(f"memcpy of one core {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s")
+    lines.append(f"pairing of ranks with the best slowest link: {pairs}")
+    for finding in verdict.findings:
+        lines += [f"FAIL  {finding.kind}: {finding.text}", f"      fix: {finding.fix}"]
+    return lines if verdict.findings else [*lines, "ok    no fallback, no halved link, no collapse"]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
 def table(state: dict[str, Any]) -> list[str]:
     """The processes of one deployment, one line each, under a head line."""
     head = ("process", "state", "pid", "cpus", "memory", "gpus", "restarts", "address")
@@ -139,6 +168,10 @@ def table(state: dict[str, Any]) -> list[str]:
         )
         for p in state["processes"]
     ]
+    return _columns(head, rows)
+
+
+def _columns(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

@@ -112,7 +112,7 @@ def _stop_on_signals(stop: Callable[[], None]) -> None:
 
 def _bind(start: Start) -> None:
     """Keep this process, and every thread it will start, on its cores: its share of the engine's, if they suffice."""
-    cpus = share_of(start.engine.cpus, start.rank, start.tp)
+    cpus = numa.share_of(start.engine.cpus, start.rank, start.tp)
     if cpus:
         os.sched_setaffinity(0, cpus)
     threads = start.engine.threads or len(os.sched_getaffinity(0))
@@ -125,13 +125,6 @@ def _memory_nodes(start: Start) -> tuple[int, ...]:
     if start.engine.memory_bind == "interleave":
         return numa.online_nodes()
     return (start.engine.node,) if start.engine.node >= 0 else ()
-
-
-def share_of(cpus: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
-    """The cpus of one rank: an equal part of the engine's, or all of them when there are fewer than ranks."""
-    if len(cpus) < size:
-        return cpus
-    return cpus[len(cpus) * rank // size : len(cpus) * (rank + 1) // size]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.launch.commands import port_mark, reach, to_flags, url
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.topology import Core, Gpu, Topology
-from splitserve.numa import expected_policy
+from splitserve.numa import expected_policy, share_of
 from splitserve.types import Role
 
 _ROUTER = "router"
@@ -51,6 +51,7 @@ class ProcSpec:
     memory_node: int | None
     memory: str  # the policy that its ranks should show (numa.read_binding)
     gpus: tuple[int, ...]
+    tp: int  # ranks; 0: none
     ports: tuple[PortWish, ...]
     why: tuple[str, ...]
 
@@ -88,6 +89,17 @@ def place(topology: Topology, deployment: Deployment) -> list[ProcSpec]:
     front = spare or topology.cpus
     specs = [_engine_spec(e, deployment, front, topology) for e in engines]
     return [*specs, _router_spec(engines, deployment, front, own=bool(spare))]
+
+
+def rank_cpus(specs: Sequence[ProcSpec]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """(cpus of each prefill rank, of each decode rank) of the first engine of each role. ConfigError without a pair."""
+    found = []
+    for role in (Role.PREFILL, Role.DECODE):
+        spec = next((s for s in specs if s.role == role), None)
+        if spec is None:
+            raise ConfigError(f"the deployment has no [{role}]: no state crosses in it", field=str(role))
+        found.append(tuple(share_of(spec.cpus, r, spec.tp) for r in range(spec.tp)))
+    return found[0], found[1]
 
 
 def explain(specs: Sequence[ProcSpec]) -> list[str]:
@@ -309,6 +321,7 @@ def _engine_spec(
         memory_node=node,
         memory=expected_policy(policy, _bound_nodes(policy, node, topology)),
         gpus=engine.gpus,
+        tp=engine.config.tp,
         ports=tuple(ports),
         why=(*engine.why, memory),
     )
@@ -345,6 +358,7 @@ def _router_spec(
         memory_node=None,
         memory="default",
         gpus=(),
+        tp=0,
         ports=(PortWish("http", router.host, router.port),),
         why=(
             floating,

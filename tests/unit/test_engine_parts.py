@@ -15,7 +15,7 @@ from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup
 from splitserve.engine import batch, memory
 from splitserve.engine.constraint import Constraints
-from splitserve.engine.rank import share_of
+from splitserve.numa import share_of
 from splitserve.engine.runner import Runner, rate
 from splitserve.engine.step import PENDING, Chunk, Step
 from splitserve.errors import CapacityError
