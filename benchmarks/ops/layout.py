@@ -6,7 +6,7 @@
 
 Pages of a request are scattered at random in both. What differs is the stride only: the kernels are those that serve.
 
-    python benchmarks/ops/layout.py [--quick]
+    python benchmarks/ops/layout.py [BATCH,CONTEXT ...]
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def measure(kind: str, page_tokens: int, batch: int, context: int) -> list[tuple
 
 
 def main() -> None:
-    shapes = [(16, 8192)] if "--quick" in sys.argv else [(1, 131072), (16, 8192), (16, 131072), (64, 8192)]
+    given = [tuple(map(int, word.split(","))) for word in sys.argv[1:]]
+    shapes = given or [(1, 131072), (16, 8192), (16, 131072), (64, 8192)]
     print("| batch | context | kernel | pages | page_tokens | us a layer | spread | GB/s |\n|" + "---|" * 8)
     for batch, context in shapes:
         for kind in ("per layer", "slab", "padded"):
