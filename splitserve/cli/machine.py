@@ -42,7 +42,9 @@ def _fabric(args: argparse.Namespace) -> int:
     from splitserve.launch import deployment, fabric, placement
     from splitserve.plan.fabric import judge
 
-    config, sources, targets = TransferConfig(), ((),), ((),)
+    config = TransferConfig()
+    sources: fabric.Cores = ((),)
+    targets: fabric.Cores = ((),)
     found = machine.read()
     cores = [(c.cpus[0],) for c in found.cores]
     if args.fabric:
