@@ -11,8 +11,9 @@ All routers are up at once, and each cell measures them in turn, A B C, B C A, C
 does meets all of them; ratios are taken within a round, and on a busy machine that of CPU a request says most. Two
 workloads: a short JSON answer to a 1 KB prompt, and a stream of 64 events (14 KB) that decode writes at once. Added
 latency is a router's minus that of the mock asked directly in the same round. Routers log warnings only. Ours has
-health checks, metrics, retries and cache_aware on. sglang_router runs cache_aware too; vllm-router round_robin, since
-its cache_aware asks the engines twice more for each request.
+health checks, metrics, retries and cache_aware on (with one engine of each kind it has nothing to choose, and hashes
+nothing). sglang_router runs cache_aware too; vllm-router round_robin, since its cache_aware asks the engines twice more
+for each request.
 """
 
 from __future__ import annotations

@@ -245,6 +245,21 @@ def test_cache_aware_comes_back_to_who_knows_the_prompt() -> None:
         assert "seen=8/10" in route.why
 
 
+@pytest.mark.parametrize(("prefills", "decodes", "wanted"), [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_prompts_are_hashed_only_where_there_is_a_choice(prefills: int, decodes: int, wanted: bool) -> None:
+    fleet = make_fleet(prefills, decodes)
+    assert chooser("cache_aware").wants_chain(fleet) is wanted
+    assert not chooser("round_robin").wants_chain(fleet)
+
+
+def test_an_engine_that_is_down_is_still_a_choice() -> None:
+    """What is asked meanwhile must be known to have gone to the other when it comes back."""
+    fleet = make_fleet(2, 1)
+    choose = chooser("cache_aware")
+    fleet.unhealthy(fleet.get("prefill-1"), "gone", certain=True)
+    assert choose.wants_chain(fleet)
+
+
 def test_cache_aware_leaves_a_busy_home() -> None:
     fleet = make_fleet(2, 1)
     choose = chooser("cache_aware")
