@@ -11,7 +11,6 @@ only whole events pass: so what the client has got and what the ids stand for ar
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -19,8 +18,6 @@ import msgspec
 from splitserve.net.request import RawHeaders
 
 HEADER = b"x-splitserve-resume"
-
-_COMMENT = re.compile(rb"^:([0-9,]+)\n", re.MULTILINE)
 
 
 class Trail:
@@ -53,12 +50,12 @@ class Trail:
             end = piece.rfind(b"\n\n")
             cut = end + 2 if end >= 0 else 0
             self._rest, piece = piece[cut:], piece[:cut]
-        told = _COMMENT.findall(piece)
-        if not told:
-            return piece
-        for ids in told:
-            self._ids += ids + b","
-        return _COMMENT.sub(b"", piece)
+        events = piece.split(b"\n\n")  # no event of our engines has an empty line inside
+        for i, event in enumerate(events):
+            if event.startswith(b":"):
+                ids, _, events[i] = event[1:].partition(b"\n")
+                self._ids += ids + b","
+        return b"\n\n".join(events)
 
     def broken(self) -> None:
         """The engine is lost, and with it the event that was not complete."""
