@@ -103,7 +103,7 @@ async def _encoded(body: ChatBody, chat: DeepseekChat, *, guided: bool) -> ChatP
         messages=messages_of(body),
         tools=body.tools or (),
         tool_choice=body.tool_choice or "auto",
-        thinking=not guided if asked.thinking is None else asked.thinking,
+        thinking=_may_think(body, guided) if asked.thinking is None else asked.thinking,
         effort=asked.effort,
         continue_final=bool(body.continue_final_message),
         response_format=body.response_format,
@@ -114,6 +114,11 @@ async def _encoded(body: ChatBody, chat: DeepseekChat, *, guided: bool) -> ChatP
         chat.prompt(conversation) if size < LONG_TEXT else await asyncio.to_thread(chat.prompt, conversation)
     )
     return ChatPrompt(encoded.tokens, encoded.answer)
+
+
+def _may_think(body: ChatBody, guided: bool) -> bool:
+    """Whether the model thinks where nothing is said: not where its first token is decided already."""
+    return not guided and body.tool_choice != "required"
 
 
 @dataclass(frozen=True)
