@@ -6,10 +6,13 @@ Rows are moved here one spec at a time by `live_rows`, from a poisoned pool's un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.make_checkpoint import TINY, write_checkpoint
@@ -95,6 +98,28 @@ def unified(model: DeepseekV4) -> torch.Tensor:
 def test_split_equals_unified(model: DeepseekV4, length: int) -> None:
     """The prompt's length at every residue of 4 and around multiples of 128."""
     assert torch.equal(run_split(model, length, 4), run_unified(model, length, 4))
+
+
+def check_any(model: DeepseekV4, length: int, cuts: set[int]) -> None:
+    """A prompt computed in chunks and handed over, against one that is computed whole and stays."""
+    src, text = make_bench(model), random_text(320, slot=2)
+    borders = [0, *sorted(c for c in cuts if c < length), length]
+    src.run(text, [b - a for a, b in pairwise(borders)])
+    found = Prefilled(src, text).decode(3)
+    torch.testing.assert_close(found, run_unified(model, length, 3), atol=1e-4, rtol=0)
+
+
+@settings(max_examples=2, deadline=None)
+@given(length=st.integers(1, 310), cuts=st.sets(st.integers(1, 309), max_size=4))
+def test_split_equals_unified_at_any_length(model: DeepseekV4, length: int, cuts: set[int]) -> None:
+    check_any(model, length, cuts)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 310), cuts=st.sets(st.integers(1, 309), max_size=4))
+def test_split_equals_unified_at_many_lengths(model: DeepseekV4, length: int, cuts: set[int]) -> None:
+    check_any(model, length, cuts)
 
 
 def test_split_equals_unified_past_the_next_border(prompt: Prefilled, unified: torch.Tensor) -> None:
