@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ class Stream:
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-        self._answer = urllib.request.urlopen(request, timeout=60)
+        self._answer = urllib.request.urlopen(request, timeout=150)
         self.events: list[dict[str, Any]] = []
         self.done = False
 
@@ -94,3 +95,20 @@ def test_streams_go_on_without_a_seam(trio: Deployment) -> None:
         assert usage["prompt_tokens"] == known_usage["prompt_tokens"]
     metrics = urllib.request.urlopen(url + "/metrics", timeout=10).read().decode()
     assert "\nsplitserve_router_resumed_streams_total 2\n" in metrics
+
+
+@pytest.mark.slow
+def test_a_stream_waits_for_the_only_engine_to_come_back(tmp_path: Path) -> None:
+    deployment = Deployment(write_chat_checkpoint(tmp_path / "tiny"), name="wait", num_pages=512)
+    try:
+        told = deployment.run("up", str(deployment.file), "--detach", "--set", "router.resume_wait_s=120")
+        assert told.returncode == 0, told.stderr
+        url = deployment.url("router")
+        for path, body in ASKS.items():
+            known = Stream(url + path, body).read()
+            stream = Stream(url + path, body).read(20)
+            os.kill(deployment.process("decode-0")["ranks"][0]["pid"], signal.SIGKILL)
+            assert stream.read().text == known.text
+            assert stream.events[-1]["usage"]["completion_tokens"] == NUM
+    finally:
+        deployment.close()
