@@ -4,6 +4,7 @@
 #   make test        ruff, mypy, import-linter and every test that needs no GPU and no patience
 #   make test-slow   the tests that take minutes
 #   make kernels     every form of every GPU kernel, compiled and checked for five architectures (no GPU; half an hour)
+#   make bench-cpu [PEERS=...]    this CPU's bounds, our servers, and others beside them (benchmarks/serve/peers.py says how)
 #   make bench-router TOOLS=DIR   our router against sglang_router and vllm-router (benchmarks/serve/router.py says how)
 #   make lint        the checks without the tests
 #   make clean       remove .venv and every cache
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow kernels bench-router lint format clean venv venv-demo
+.PHONY: demo test test-slow kernels bench-cpu bench-router lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
@@ -27,6 +28,10 @@ test-slow: venv
 
 kernels: venv
 	$(BIN)/python -m splitserve kernels build --cache .cache/kernels/triton
+
+bench-cpu: venv
+	$(BIN)/python -m benchmarks.ops.cpu
+	$(BIN)/python -m benchmarks.serve.peers $(PEERS)
 
 bench-router: venv
 	$(BIN)/python -m benchmarks.serve.router --tools $(TOOLS)
