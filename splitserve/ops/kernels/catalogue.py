@@ -102,27 +102,42 @@ def _each_block(start: Callable[[int], object], *, rounded: str = "") -> Callabl
     """`start` with each size of a block that pairs are grouped into; `rounded`: where that table wants eight bits."""
 
     def run(arch: int) -> None:
-        for size in sizes("group_pairs", arch):
-            if not rounded or (arch >= FIRST_FP8 and tuned(rounded, arch, size)["EIGHT"]):
-                start(tuned("group_pairs", arch, size)["BM"])
+        loads = _eight(rounded, "group_pairs", arch) if rounded else sizes("group_pairs", arch)
+        for block in sorted({tuned("group_pairs", arch, load)["BM"] for load in loads}):
+            start(block)
 
     return run
+
+
+def _each_rounded(kernel: str, rounded: str, start: Callable[[int], object]) -> Callable[[int], None]:
+    """`start` with each entry of `kernel` that is used where the table `rounded` wants eight bits."""
+
+    def run(arch: int) -> None:
+        for size in {str(tuned(kernel, arch, n)): n for n in _eight(rounded, kernel, arch)}.values():
+            start(size)
+
+    return run
+
+
+def _eight(rounded: str, kernel: str, arch: int) -> list[int]:
+    """Sizes on both sides of every border of the two tables, as far as rows are multiplied in eight bits."""
+    every = sorted({*sizes(rounded, arch), *sizes(kernel, arch)})
+    return [n for n in every if arch >= FIRST_FP8 and tuned(rounded, arch, n)["EIGHT"]]
 
 
 def _matrix_cases() -> Iterator[Case]:
     for kind, make in (("e4m3", tiles), ("e2m1", words)):
         yield Case(f"linear_{kind}", _each(f"weigh_{kind}", partial(_linear, make)))
-        yield Case(
-            f"linear_rounded_{kind}", _from_sm89(_each(f"weigh8_{kind}", partial(_linear_rounded, make)))
-        )
+        eight = partial(_each_rounded, f"weigh8_{kind}", f"rounded_{kind}")
+        yield Case(f"linear_rounded_{kind}", eight(partial(_linear_rounded, make)))
         yield Case(f"experts_{kind}", _each_block(partial(_experts, make, False)))
-        eight = _each_block(partial(_experts, make, True), rounded=f"rounded_{kind}")
-        yield Case(f"experts_rounded_{kind}", eight)
+        rounded = partial(_experts, make, True)
+        yield Case(f"experts_rounded_{kind}", _each_block(rounded, rounded=f"rounded_{kind}"))
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )
     yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
-    yield Case("strided_rounded", _from_sm89(_each("weigh8_e4m3", partial(_strided, True))))
+    yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
     yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
 
@@ -156,14 +171,6 @@ def _experts(make: Maker, rounded: bool, block: int) -> None:
 def _strided(rounded: bool, tokens: int) -> None:
     x = meta(tokens * 8, HIDDEN)
     multiply(quantise_rows(x) if rounded else x, tiles(8, 1024, HIDDEN), groups=Strided(8))
-
-
-def _from_sm89(start: Callable[[int], object]) -> Callable[[int], None]:
-    def run(arch: int) -> None:
-        if arch >= 89:
-            start(arch)
-
-    return run
 
 
 def _v4_cases() -> Iterator[Case]:
