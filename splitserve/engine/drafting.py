@@ -61,25 +61,26 @@ def propose(
     A draft is drawn with the random numbers of its place, so that under a temperature it is as often right as its
     distribution is. Penalties and grammars are not asked: the check will.
     """
-    after, rows, drawn = fwd.tokens.roll(-1), [], []
+    places: list[int] = []  # rows whose next token is not simply the next row's
+    after: list[int] = []
+    rows: list[int] = []
+    drawn: list[tuple[Chunk, int]] = []
     end = 0
     for chunk in chunks:
         end += chunk.num_tokens
         found = sampled.get(chunk.rid)
         if not chunk.sample or found is None or not found.tokens:
-            after[end - 1] = chunk.next_token
+            places.append(end - 1)
+            after.append(chunk.next_token)
             continue
         first = end - 1 - chunk.num_draft
-        for i, token in enumerate(found.tokens):
-            after[first + i] = token
-        if len(found.tokens) <= chunk.num_draft:
-            after[end - 1] = found.tokens[-1]  # a rejected draft's row: any token, it is written again
+        places += range(first, end)
+        after += found.tokens
+        # Rows of rejected drafts: any token, they are written again.
+        after += found.tokens[-1:] * (end - first - len(found.tokens))
         rows.append(first + len(found.tokens) - 1)
         drawn.append((chunk, len(found.tokens)))
-    logits = model.draft(
-        streams,
-        replace(fwd, tokens=after, logit_rows=torch.tensor(rows, dtype=torch.int64, device=after.device)),
-    )
+    logits = model.draft(streams, _shifted(fwd, places, after, rows))
     if not drawn:
         return dict(sampled)
     tokens, _ = sample(
@@ -93,6 +94,14 @@ def propose(
     for (chunk, _), token in zip(drawn, tokens, strict=True):
         out[chunk.rid] = msgspec.structs.replace(out[chunk.rid], draft=token)
     return out
+
+
+def _shifted(fwd: Forward, places: list[int], after: list[int], rows: list[int]) -> Forward:
+    """The step with each token replaced by the one after it: `after` at `places`, elsewhere the next row's."""
+    device = fwd.tokens.device
+    tokens = fwd.tokens.roll(-1)
+    tokens[torch.tensor(places, device=device)] = torch.tensor(after, device=device)
+    return replace(fwd, tokens=tokens, logit_rows=torch.tensor(rows, dtype=torch.int64, device=device))
 
 
 def _plain(params: SamplingParams | None) -> SamplingParams:
