@@ -304,7 +304,11 @@ def test_the_least_recently_used_snapshot_goes() -> None:
     cache.keep_snapshot(holding, 8, unit)
     assert cache.open(tokens[:7]).num_cached == 2
     assert cache.open(tokens).num_cached == 8
-    assert [cache.reserve_snapshot() is None for _ in range(3)] == [False, False, True]  # all are being written
+    assert [cache.reserve_snapshot() is None for _ in range(3)] == [
+        False,
+        False,
+        True,
+    ]  # all are being written
 
 
 def test_quarantined_pages_are_counted_apart_until_release() -> None:

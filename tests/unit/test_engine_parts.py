@@ -15,10 +15,10 @@ from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup
 from splitserve.engine import batch, memory
 from splitserve.engine.constraint import Constraints
-from splitserve.numa import share_of
 from splitserve.engine.runner import Runner, rate
 from splitserve.engine.step import PENDING, Chunk, Step
 from splitserve.errors import CapacityError
+from splitserve.numa import share_of
 from splitserve.spec import Growth, StateSpec, lay_out
 from splitserve.text.grammar import Vocabulary
 from splitserve.types import SamplingParams
