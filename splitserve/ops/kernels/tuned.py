@@ -3,7 +3,8 @@
     data/default.json   {"linear_tiles": [{"upto": 16, "BN": 32, ...}, {"upto": null, ...}], ...}
     data/sm90.json      the same names; what it lacks comes from the default
 
-An entry serves sizes up to `upto` (null: any); what the size is (tokens, mostly) the kernel's launcher says.
+An entry serves sizes up to `upto` (null: any); what the size is (tokens, mostly) the kernel's launcher says. One with
+`triton` serves that version only: where another one's compiler makes worse code of it, the next entry holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from splitserve.errors import ConfigError
+from splitserve.ops.kernels.archs import triton_version
 
 DATA = "splitserve.ops.kernels"
 
@@ -23,7 +25,7 @@ def tuned(kernel: str, arch: int, size: int = 1) -> dict[str, Any]:
     for table in (_table(f"sm{arch}"), _table("default")):
         for entry in table.get(kernel, ()):
             if entry["upto"] is None or size <= entry["upto"]:
-                return {k: v for k, v in entry.items() if k != "upto"}
+                return {k: v for k, v in entry.items() if k not in ("upto", "triton")}
     raise ConfigError(f"no tuned configuration of kernel {kernel!r} for size {size}")
 
 
@@ -40,5 +42,10 @@ def sizes(kernel: str, arch: int) -> list[int]:
 
 @cache
 def _table(name: str) -> dict[str, list[dict[str, Any]]]:
+    """What is there for the installed Triton."""
     path = files(DATA) / "data" / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    table = json.loads(path.read_text()) if path.is_file() else {}
+    version = triton_version()
+    return {
+        k: [e for e in entries if version.startswith(e.get("triton", ""))] for k, entries in table.items()
+    }
