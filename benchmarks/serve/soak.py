@@ -1,12 +1,15 @@
 """A split pair under mixed load for a long time, one request in five abandoned: memory and descriptors stay flat.
 
-    python -m benchmarks.serve.soak [--minutes 30] [--concurrency 8] [--name soak] [--keep soak]
+    python -m benchmarks.serve.soak [--minutes 30] [--fill 9000] [--concurrency 8] [--keep soak]
 
 Brings up a deployment of its own over a tiny random model (prefill, decode, router, supervisor, NIXL). Requests are
 drawn from all three endpoints, whole and streamed, one or two choices, prompts of 1 to 400 tokens of which half share a
 beginning, outputs of 1 to 64. Every process's resident memory and open descriptors are read once in `--every` seconds;
-the slope is that of a straight line through the readings of the second half of the time, when caches have filled. At
-the end each engine checks its own books, and all pages must be free.
+the slope is that of a straight line through the readings of the second half of the time. At the end each engine checks
+its own books, and all pages must be free.
+
+Some memories are bounded and fill slowly: prefill remembers the last 10,000 rooms that are over, each engine the marks
+of its last 4,096 requests. `--fill` short requests fill them before the first reading, so that a slope is a leak.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from tests.tiny_chat import write_chat_checkpoint
 
 ABANDONED = 0.2
 SHARED = [7 + i % 200 for i in range(200)]
+WORDS = ("the quick brown fox jumps over a lazy dog while rain falls on old stones").split()  # noqa: SIM905
+"""Few: a tokenizer remembers the last 10,000 words, and new ones for ever would look like a leak for hours."""
 
 
 class Load:
@@ -46,12 +51,23 @@ class Load:
     async def run(self, until_s: float, concurrency: int) -> None:
         async def work() -> None:
             while time.monotonic() < until_s:
-                await self.one()
+                await self.one(*self._draw())
 
         await asyncio.gather(*(work() for _ in range(concurrency)))
 
-    async def one(self) -> None:
-        path, body = self._draw()
+    async def fill(self, num: int, concurrency: int) -> None:
+        """`num` requests of one prompt token and one output token."""
+        left = iter(range(num))
+
+        async def work() -> None:
+            for i in left:
+                await self.one(
+                    "/v1/completions", {"prompt": [6 + i % 250], "max_tokens": 1, "stream": i % 2 == 0}
+                )
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+
+    async def one(self, path: str, body: dict[str, Any]) -> None:
         patience = self._rng.random() * 0.5 if self._rng.random() < ABANDONED else 60.0
         try:
             async with asyncio.timeout(patience):
@@ -76,7 +92,7 @@ class Load:
         shared = {"max_tokens": num, "ignore_eos": True, "n": n, "stream": stream}
         if rng.random() < 0.5:
             return "/v1/completions", {"prompt": tokens, **shared}
-        text = "".join(chr(97 + t % 26) for t in tokens)
+        text = " ".join(WORDS[t % len(WORDS)] for t in tokens[: rng.randrange(1, 60)])
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **shared}
 
 
@@ -129,7 +145,8 @@ def slope(x: list[float], y: list[float]) -> float:
 async def run(deployment: Deployment, args: argparse.Namespace) -> dict[str, Any]:
     async with Client() as client:
         load = Load(deployment.url("router"), client, args.seed)
-        await load.run(time.monotonic() + 5, args.concurrency)  # connections and allocators grow once
+        await load.fill(args.fill, args.concurrency)
+        await load.run(time.monotonic() + 20, args.concurrency)  # connections and allocators grow once
         load.counts.clear()
         readings = Readings(deployment)
         reading = asyncio.create_task(readings.forever(args.every))
@@ -143,6 +160,7 @@ async def run(deployment: Deployment, args: argparse.Namespace) -> dict[str, Any
     return {
         "minutes": round(seconds / 60, 2),
         "concurrency": args.concurrency,
+        "filled_with": args.fill,
         "requests": sum(load.counts.values()),
         "ended": dict(load.counts),
         "processes": readings.summary(),
@@ -156,6 +174,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--fill", type=int, default=9000, help="short requests before the first reading")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between readings")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
