@@ -182,6 +182,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     start: int
     num_tokens: int
     digests: bool
+    prompt: int = 0  # prompt_name of the tokens: state of another prompt would answer wrongly; 0: not told
     to: str = ""  # prefill engine's life (its id, from Pong) that may act on this; any other must refuse
 
 

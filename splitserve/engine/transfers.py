@@ -22,6 +22,7 @@ from splitserve.errors import DeadlineExceeded, InvariantError, RequestError, Sp
 from splitserve.transfer.events import Arrived, PortEvent, ReceiveFailed, Released, SendFailed, Sent
 from splitserve.transfer.port import PortGroup
 from splitserve.transfer.receiver import Receiver
+from splitserve.transfer.rooms import prompt_name
 from splitserve.transfer.sender import Sender
 from splitserve.types import Rid
 from splitserve.wire import FirstToken, Room
@@ -53,7 +54,8 @@ class Transfers:
         """A half of a split request has come in. Raises RequestError when its room is in use or missing."""
         room = _room_of(req)
         if req.half == "prefill":
-            self.sender.open(room.id, req.num_given, now=now, deadline=self._deadline(req, now))
+            name = prompt_name(req.tokens[: req.num_given])
+            self.sender.open(room.id, req.num_given, now=now, deadline=self._deadline(req, now), prompt=name)
             self._sending[room.id] = req.rid
             return
         if room.id in self._receiving:
@@ -182,7 +184,15 @@ class Transfers:
         units = self._scheduler.cache.units(req.holding, start, req.num_given)
         deadline = self._deadline(req, req.arrived)
         try:
-            self.receiver.open(room, req.num_given, start=start, units=units, now=now, deadline=deadline)
+            self.receiver.open(
+                room,
+                req.num_given,
+                start=start,
+                units=units,
+                now=now,
+                deadline=deadline,
+                prompt=prompt_name(req.tokens[: req.num_given]),
+            )
         except SplitserveError as e:
             self._receiving.pop(room.id)
             self._scheduler.fail(req.rid, e)

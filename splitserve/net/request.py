@@ -60,6 +60,11 @@ class Request:
         self.body = body
         self.path, self._raw_query = _split(target)
 
+    @property
+    def origin_form(self) -> bytes:
+        """The target without scheme and host: what is asked of another server in its turn."""
+        return _origin_form(self.target)
+
     @cached_property
     def headers(self) -> dict[str, str]:
         """Lower-case names; values of a repeated header are joined by commas."""

@@ -309,7 +309,7 @@ def split_url(url: str) -> tuple[Origin, str]:
         port = parts.port
     except ValueError as e:
         raise ConfigError(f"{url!r} is not a URL: {e}", fix="write http://HOST:PORT") from None
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme != "http" or not parts.hostname or any(c.isspace() for c in parts.netloc):
         raise ConfigError(
             f"{url!r} is not an http:// URL", fix="write http://HOST:PORT (TLS belongs in front of this)"
         )

@@ -19,7 +19,7 @@ import msgspec
 
 import splitserve
 from splitserve.config import RouterConfig
-from splitserve.errors import NotFound, Overloaded, PeerLost, RequestError, SplitserveError, Unauthorized
+from splitserve.errors import NotFound, Overloaded, RequestError, SplitserveError, Unauthorized
 from splitserve.net.client import Client
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
@@ -217,7 +217,7 @@ class RouterApp:
     async def _add_worker(self, request: Request, responder: Responder) -> None:
         try:
             new = msgspec.json.decode(request.body, type=NewWorker)
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise RequestError(
                 f"the body is no worker: {e}", fix='{"url": "http://...", "worker_type": "decode"}'
             ) from None
@@ -288,13 +288,13 @@ class RouterApp:
         responder.send_json(502 if failed else 200, {"success": not failed, "workers": told})
 
     async def _forward(self, request: Request, member: Member) -> tuple[int, bytes, str]:
-        target = request.target.decode("latin-1")
+        target = request.origin_form.decode("latin-1")
         names = ("content-type", "authorization", "x-request-id")
         headers = [(n, request.headers[n]) for n in names if n in request.headers]
         if not target.startswith("/"):
-            raise PeerLost(f"cannot forward {target!r}")
+            raise RequestError(f"cannot forward {target!r}", field="target")
         answer = await self._client.request(
-            request.method,
+            "GET" if request.method == "HEAD" else request.method,  # its head is the same; the body ends here
             member.endpoint.url + target,
             body=request.body,
             headers=headers,

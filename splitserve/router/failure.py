@@ -18,14 +18,13 @@ from splitserve.errors import PeerLost, SplitserveError
 from splitserve.net.request import Headers
 
 from .fleet import Member
-from .leg import Leg
+from .leg import ERROR_EVENT, Leg
 
 _PASSED = (
     500,
     502,
     503,
 )  # other server errors become 502: 504 and the like mean something else to routers above us
-_ERROR_EVENT = b'data: {"error"'  # no text of an answer can hold it: there quotes are escaped
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,17 @@ def of_events(member: Member, events: bytes, *, anywhere: bool) -> tuple[bytes, 
 
     Looks at the first event, or `anywhere`, which is for streams whose events pass whole.
     """
-    at = events.find(_ERROR_EVENT)
+    at = events.find(ERROR_EVENT)
     if at < 0 or (at > 0 and not anywhere):
         return events, None
     told = _of_event(member, events[at:])
     return (events, None) if told is None else (events[:at], told)
+
+
+def of_error_event(leg: Leg) -> Failure:
+    """What a leg's stream said after its head had gone well."""
+    event = leg.error_event[leg.error_event.find(ERROR_EVENT) :]
+    return _of_event(leg.member, event) or of_loss(leg.member, "ended its stream with an error")
 
 
 def _of_event(member: Member, event: bytes) -> Failure | None:

@@ -13,6 +13,10 @@ MAX_KEPT = 4 << 20
 """Bytes of an answer kept back to be sent whole; of an error or of prefill's answer as well."""
 
 
+ERROR_EVENT = b'data: {"error"'
+"""How our engines' streams begin an error; no text of an answer can hold it: there quotes are escaped."""
+
+
 class Listener(Protocol):
     """What a leg tells."""
 
@@ -34,6 +38,7 @@ class Leg:
         "_size",
         "answers",
         "ended",
+        "error_event",
         "headers",
         "keeps",
         "lost",
@@ -50,6 +55,7 @@ class Leg:
         self.headers: RawHeaders = []
         self.ended = False  # by its end, a loss or stop()
         self.lost = False
+        self.error_event = b""  # of prefill's stream: its status was sent before it failed
         self.upstream: Upstream | None = None
         self._listener: Listener | None = listener
         self._kept: list[bytes] = []
@@ -103,6 +109,8 @@ class Leg:
             return
         if self.answers and not self.refused:
             self._listener.on_piece(self, piece)
+        elif not self.answers and ERROR_EVENT in piece:
+            self.error_event = piece
         elif (self.keeps or self.refused) and self._size < MAX_KEPT:
             self._kept.append(piece)
             self._size += len(piece)

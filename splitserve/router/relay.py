@@ -159,7 +159,7 @@ class Relay:
             body = prepared.with_room(host, port, self._proxy.draw_room(), more)
             self._prefill = Leg(route.prefill, self, answers=False, keeps=prepared.wants_input_logprobs)
             legs = [self._prefill, answer]
-        before, after = request_parts(self._request.method, self._request.target, self._lines, body)
+        before, after = request_parts(self._request.method, self._request.origin_form, self._lines, body)
         for leg in legs:
             self._proxy.send(leg, before + self._proxy.authority(leg.member) + after)
             if self._answer is not answer:  # lost already
@@ -209,6 +209,8 @@ class Relay:
             if self._begun:
                 return  # prefill's afterthought; decode speaks already
             self._failed(failure.of_answer(leg))
+        elif leg is self._prefill and leg.error_event and not self._begun:
+            self._prefill_failed(leg, failure.of_error_event(leg))
         elif leg is self._answer and self._committed and not self._begun:
             self._failed(failure.of_loss(leg.member, "ended a stream without an event"))
         elif leg is self._answer or (
@@ -226,13 +228,20 @@ class Relay:
             self._abandon()
             self._num_tries -= 1
             self._later(0.0)
-        elif leg is not self._answer and not self._can_replace(leg):
-            self._proxy.fleet.failed(leg.member, self._proxy.now())
-            self._last_failure = told
-            loop = self._proxy.loop
-            self._timer = loop.call_later(self._proxy.config.prefill_grace_s, self._grace_over, told)
+        elif leg is not self._answer:
+            self._prefill_failed(leg, told)
         else:
             self._failed(told)
+
+    def _prefill_failed(self, leg: Leg, told: Failure) -> None:
+        """Before decode has shown a byte: another prefill, or a grace in which decode may compute the prompt itself."""
+        if told.is_refusal or self._can_replace(leg):
+            self._failed(told)
+            return
+        self._proxy.fleet.failed(leg.member, self._proxy.now())
+        self._last_failure = told
+        loop = self._proxy.loop
+        self._timer = loop.call_later(self._proxy.config.prefill_grace_s, self._grace_over, told)
 
     def _is_stale(self, lost: Lost) -> bool:
         soon = self._proxy.now() - self._sent_at < STALE_S

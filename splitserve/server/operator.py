@@ -256,7 +256,10 @@ class Operator:
         return answer
 
     async def _ask(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
-        reply = await self._service.link.control(op, args)
+        try:
+            reply = await self._service.link.control(op, args)
+        except OverflowError as e:  # JSON's integers have no bound, the wire's have
+            raise RequestError(f"a number in the body is out of range: {e}") from None
         if not reply.ok:
             raise _refusal(reply.body)
         return reply.body

@@ -21,6 +21,8 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_REPETITION = 10.0
 MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-5
+"""Below it the best token is taken: logits divided by so little overflow, and no other token has a chance."""
 MAX_PRIORITY = 2**31
 
 
@@ -92,8 +94,9 @@ def sampling(
         )
     ends = () if fields.ignore_eos and grammar is None else limits.eos_ids  # a grammar's end is the answer's
     top_k = int(number("top_k", 0, low=-1, high=2**31))
+    temperature = number("temperature", 1.0, low=0, high=MAX_TEMPERATURE)
     return SamplingParams(
-        temperature=number("temperature", 1.0, low=0, high=MAX_TEMPERATURE),
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
         top_k=max(0, top_k),
         top_p=number("top_p", 1.0, low=0, high=1, open_low=True),
         min_p=number("min_p", 0.0, low=0, high=1),

@@ -74,7 +74,7 @@ def _given(body: SamplingFields, prefix: str) -> list[tuple[str, Callable[[], Gr
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any]:
-    kind = (given or {}).get("type", "text")
+    kind = "text" if given is None else given.get("type")
     match kind:
         case "text":
             return {}

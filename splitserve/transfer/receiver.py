@@ -114,6 +114,7 @@ class Receiver:
         units: tuple[Units, ...],
         now: float,
         deadline: float = inf,
+        prompt: int = 0,
     ) -> None:
         """Ask for the state of tokens [start, num_tokens), to be written into `units`. Raises as `admit`."""
         self.admit(room)
@@ -127,7 +128,9 @@ class Receiver:
         self._used[room.id] = None
         while len(self._used) > MAX_REMEMBERED:
             self._used.popitem(last=False)
-        entry = self._rooms[room.id] = Coming(room.id, door, table, num_tokens, start, units, opened=now)
+        entry = self._rooms[room.id] = Coming(
+            room.id, door, table, num_tokens, start, units, opened=now, prompt=prompt
+        )
         contact = self._contacts.setdefault(door, Contact(door))
         if not contact.engine:
             self._watch.add(contact.watched, ())
@@ -344,6 +347,7 @@ class Receiver:
             start=entry.start,
             num_tokens=entry.num_tokens,
             digests=entry.digests,
+            prompt=entry.prompt,
             to=entry.engine,
         )
         self._dial.send(entry.door, offer)

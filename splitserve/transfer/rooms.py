@@ -10,8 +10,12 @@ All times are of the host's monotonic clock, so that on one host both sides' rec
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from splitserve.errors import RequestError, SplitserveError
 from splitserve.spec import Kind, Units
@@ -43,6 +47,12 @@ class HeldChunk:
     written: float = 0.0
 
 
+def prompt_name(tokens: Sequence[int]) -> int:
+    """64 bits that two prompts share only if they are equal, as far as chance goes; never 0."""
+    raw = np.asarray(tokens, dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") or 1
+
+
 @dataclass
 class Leaving:
     """A room at prefill."""
@@ -50,6 +60,7 @@ class Leaving:
     id: int
     table: Outgoing
     num_tokens: int = 0  # 0 until the request comes
+    prompt: int = 0  # prompt_name of its tokens; 0 where nobody said
     chunks: list[HeldChunk] = field(default_factory=list)
     offer: Offer | None = None
     peer: bytes = b""  # the connection that decode speaks through
@@ -99,6 +110,7 @@ class Coming:
     start: int
     units: tuple[Units, ...]
     opened: float
+    prompt: int = 0
     engine: str = ""  # the prefill engine that the rows were offered to
     digests: bool = False  # asked for
     cancelled: bool = False  # by the engine loop, which then wants no ReceiveFailed

@@ -87,19 +87,21 @@ class Sender:
 
     # ------------------------------------------------------------------ from the engine loop
 
-    def open(self, room: int, num_tokens: int, *, now: float, deadline: float = inf) -> None:
-        """A request's first half has come: its chunks will be computed. Raises RequestError for a room used before."""
+    def open(self, room: int, num_tokens: int, *, now: float, deadline: float = inf, prompt: int = 0) -> None:
+        """A request's first half has come: its chunks will be computed. Raises RequestError for a room used before.
+
+        `prompt` names its tokens (rooms.prompt_name); an offer for others is refused.
+        """
         old = self._find(room)
         if room in self._owned or (old and old.table.state not in (Tx.EXPECTED, Tx.REFUSED)):
             raise used_before(room)
         entry = old or self._enter(room, deadline)
         self._over.pop(room, None)
         self._rooms[room] = entry
-        entry.num_tokens = num_tokens
+        entry.num_tokens, entry.prompt = num_tokens, prompt
         self._owned.add(room)
         self._act(entry, entry.table.request(deadline=deadline), now)
-        if entry.offer and entry.offer.num_tokens != num_tokens and entry.table.state not in TX_FINAL:
-            self._act(entry, entry.table.fail(_disagree(room, num_tokens, entry.offer.num_tokens)), now)
+        self._compare(entry, now)
 
     def computed(
         self,
@@ -193,8 +195,23 @@ class Sender:
         if offer.generation > entry.table.generation:
             entry.offer, entry.peer = offer, peer
         self._act(entry, entry.table.offer(offer.generation, now=now), now)
-        if entry.num_tokens not in (0, offer.num_tokens) and entry.table.state not in TX_FINAL:
-            self._act(entry, entry.table.fail(_disagree(offer.room, entry.num_tokens, offer.num_tokens)), now)
+        self._compare(entry, now)
+
+    def _compare(self, entry: Leaving, now: float) -> None:
+        """Once both halves are here: they must be halves of one request."""
+        offer = entry.offer
+        if offer is None or not entry.num_tokens or entry.table.state in TX_FINAL:
+            return
+        why = ""
+        if offer.num_tokens != entry.num_tokens:
+            why = f"prefill's prompt has {entry.num_tokens} tokens, decode's {offer.num_tokens}"
+        elif offer.prompt and entry.prompt and offer.prompt != entry.prompt:
+            why = f"prefill and decode were given different prompts of {entry.num_tokens} tokens"
+        if why:
+            error = RequestError(
+                f"room {entry.id}: {why}", field="bootstrap_room", fix="send both halves the same request"
+            )
+            self._act(entry, entry.table.fail(error), now)
 
     def _refusal(self, offer: Offer) -> tuple[str, SplitserveError] | None:
         """Why an offer, and with which code, is not even looked up: nothing is and nothing will be written for it."""
@@ -439,7 +456,3 @@ class Sender:
         for room in self._owned - set(self._rooms):
             if Released(room) not in self._events:
                 raise InvariantError(f"room {room} was never released")
-
-
-def _disagree(room: int, here: int, there: int) -> ProtocolError:
-    return ProtocolError(f"room {room}: prefill's prompt has {here} tokens, decode's {there}")

@@ -468,6 +468,31 @@ def test_the_grace_ends() -> None:
     go(run())
 
 
+def test_an_error_at_the_end_of_prefills_stream_is_its_failure() -> None:
+    """Its head was a 200: a rank that dies later is told of in an event, and decode would wait for a silence."""
+    event = b'data: {"error":{"message":"rank 0 died","type":"server_error","code":"engine_lost"}}\n\n'
+
+    async def run() -> None:
+        async with bench(streams([event, b"data: [DONE]\n\n"]), silent(head=True), prefill_grace_s=0.3) as b:
+            start = asyncio.get_running_loop().time()
+            answer = await b.ask(PROMPT)
+            assert asyncio.get_running_loop().time() - start < 1.2
+            assert answer.status in (502, 503)
+            assert "rank 0 died" in answer.body.decode()
+
+    go(run())
+
+
+def test_an_absolute_target_is_forwarded_by_its_path() -> None:
+    async def run() -> None:
+        async with bench(whole(200, {}), completes()) as b:
+            answer = await b.ask(PROMPT, path="http://example.org/v1/completions")
+            assert answer.body == ALL_TOKENS
+            assert b.decodes[0].seen[0].path == "/v1/completions"
+
+    go(run())
+
+
 def test_another_prefill_is_better_than_waiting() -> None:
     async def run() -> None:
         decode = one_by_one(silent(head=True), completes())

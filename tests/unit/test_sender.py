@@ -150,15 +150,20 @@ def test_chunks_must_follow_each_other_and_end_the_prompt(pair: TransferPair) ->
         ({"protocol": PROTOCOL + 1}, "protocol_error"),
         ({"to": "another-life"}, "peer_lost"),
         ({"cards": ()}, "unknown_engine"),
-        ({"num_tokens": 9}, "protocol_error"),
+        ({"num_tokens": 9}, "invalid_request"),
+        ({"prompt": 77}, "invalid_request"),
     ],
 )
 def test_an_offer_that_cannot_be_is_refused_and_drained(
     pair: TransferPair, decode: Decode, change: dict[str, Any], code: str
 ) -> None:
-    pair.open(1, 8)
+    pair.sender.open(1, 8, now=pair.now, prompt=76)
     decode.say(decode.offer(**change))
-    heard = [m for m in decode.hear(3 if "num_tokens" in change else 2) if not isinstance(m, Accepted)]
+    heard = [
+        m
+        for m in decode.hear(3 if change.keys() & {"num_tokens", "prompt"} else 2)
+        if not isinstance(m, Accepted)
+    ]
     assert [type(m) for m in heard] == [HandoffFailed, Drained]
     assert heard[0].code == code
 

@@ -70,6 +70,12 @@ def test_broken_json(made, raw, field):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("given", [0.0, 1e-45, 1e-39, 9e-6])
+def test_a_temperature_too_small_to_divide_by_is_greedy(made, given):
+    body = json.dumps({**CHAT, "temperature": given}).encode()
+    assert job(made(), "chat", body)[0].sampling.temperature == 0
+
+
 SHARED = [
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
