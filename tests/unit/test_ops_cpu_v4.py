@@ -53,3 +53,18 @@ def test_coefficients_are_close_and_alike_in_any_batch() -> None:
         some = cpu.hc_pre(streams, fn, base, scale, iters=iters, eps=1e-6, norm_eps=1e-6)
         others = ref.hc_pre(streams, fn, base, scale, iters=iters, eps=1e-6, norm_eps=1e-6)
         torch.testing.assert_close(some[2], others[2], atol=1e-5, rtol=0)
+
+
+def test_norms_and_rotation() -> None:
+    x, weight = torch.randn(5, 3, 40), torch.randn(40)
+    table = ref.rope_table(torch.arange(5) * 700, torch.logspace(0, -4, 8))
+    for by in (weight, None):
+        torch.testing.assert_close(cpu.rms_norm(x, by, 1e-6), ref.rms_norm(x, by, 1e-6), atol=1e-5, rtol=1e-5)
+        parts = x.flatten(1).split((50, 70), dim=-1)[1][:, :40]  # a view with gaps
+        torch.testing.assert_close(cpu.rms_norm(parts, by, 1e-6), ref.rms_norm(parts, by, 1e-6))
+    for inverse in (False, True):
+        found = cpu.rotate_tail(x, table, inverse=inverse)
+        torch.testing.assert_close(found, ref.rotate_tail(x, table, inverse=inverse), atol=1e-6, rtol=1e-5)
+    assert torch.equal(
+        cpu.rotate_tail(x[2:3], (table[0][2:3], table[1][2:3])), cpu.rotate_tail(x, table)[2:3]
+    )

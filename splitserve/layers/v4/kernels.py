@@ -5,6 +5,7 @@ Layers ask this module at every call, so that a test can replace one of them for
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ from splitserve.ops.ref.v4 import (
     plan_saves,
     plan_windows,
     pool_windows,
-    rms_norm,
     rope_table,
-    rotate_tail,
     route,
     route_by_token,
     write_rows,
@@ -72,8 +71,11 @@ __all__ = [
 
 def _compiled(x: torch.Tensor) -> Any:
     """The kernels for `x`."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return ref
+    return _cpu() if x.device.type == "cpu" and x.dtype == torch.float32 else ref
+
+
+@cache
+def _cpu() -> Any:
     from splitserve.ops.cpu import v4  # numba takes a second to import
 
     return v4
@@ -107,4 +109,16 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """As in ops/ref/v4/quant.py."""
     like = weight if isinstance(weight, torch.Tensor) else weight.scales
     out: torch.Tensor = _compiled(torch.empty(0, dtype=dtype, device=like.device)).dequantise(weight, dtype)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """As in ops/ref/v4/dense.py."""
+    out: torch.Tensor = _compiled(x).rms_norm(x, weight, eps)
+    return out
+
+
+def rotate_tail(x: torch.Tensor, table: Table, *, inverse: bool = False) -> torch.Tensor:
+    """As in ops/ref/v4/dense.py."""
+    out: torch.Tensor = _compiled(x).rotate_tail(x, table, inverse=inverse)
     return out

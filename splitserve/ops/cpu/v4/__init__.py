@@ -3,8 +3,9 @@
 Twins of ops/ref/v4 by name and signature; all else of a model runs on those. Importing this imports numba.
 """
 
+from .dense import rms_norm, rotate_tail
 from .experts import expert_ffn, mix_experts
 from .hyper import hc_pre
 from .quant import dequantise, linear
 
-__all__ = ["dequantise", "expert_ffn", "hc_pre", "linear", "mix_experts"]
+__all__ = ["dequantise", "expert_ffn", "hc_pre", "linear", "mix_experts", "rms_norm", "rotate_tail"]

@@ -1,4 +1,4 @@
-"""The compiled loops: numbers out of codes, and the coefficients of hyper-connections. Arrays in, arrays filled."""
+"""The compiled loops: numbers out of codes, coefficients of hyper-connections, norms, rotation. They fill arrays."""
 
 # ruff: noqa: PLR0917 - a compiled loop takes its arrays by position
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitserve.ops.cpu.compiled import compiled
+from splitserve.ops.cpu.compiled import ANY_ORDER, compiled
 
 _ONE = np.float32(1)
 _E4M3_SHIFT = np.float32(2.0**120)
@@ -86,3 +86,32 @@ def _divide_rows(c, eps):
             total += c[j, k]
         for k in range(c.shape[1]):
             c[j, k] /= total + eps
+
+
+@compiled(fastmath=ANY_ORDER)
+def rms_norm(x, weight, eps, out):
+    """out [n, k] = x / sqrt(mean(x^2) + eps) * weight."""
+    for r in range(x.shape[0]):
+        total = np.float32(0)
+        for c in range(x.shape[1]):
+            total += x[r, c] * x[r, c]
+        scale = _ONE / np.sqrt(total / np.float32(x.shape[1]) + eps)
+        for c in range(x.shape[1]):
+            out[r, c] = x[r, c] * scale * weight[c]
+
+
+@compiled()
+def rotate_tail(x, cos, sin, sign, out):
+    """out [T, heads, d] = x with the last numbers of each head, neighbours as pairs, turned by its token's angles."""
+    tokens, heads, d = x.shape
+    pairs = cos.shape[1]
+    first = d - 2 * pairs
+    for t in range(tokens):
+        for h in range(heads):
+            for c in range(first):
+                out[t, h, c] = x[t, h, c]
+            for i in range(pairs):
+                even, odd = x[t, h, first + 2 * i], x[t, h, first + 2 * i + 1]
+                s = sin[t, i] * sign
+                out[t, h, first + 2 * i] = even * cos[t, i] - odd * s
+                out[t, h, first + 2 * i + 1] = even * s + odd * cos[t, i]
