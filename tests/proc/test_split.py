@@ -91,6 +91,27 @@ def test_a_room_used_twice_is_refused_by_name(pair: Deployment) -> None:
         assert answer["error"]["param"] == "bootstrap_room"
 
 
+def test_halves_of_two_prompts_never_become_one_answer(pair: Deployment) -> None:
+    """Lengths agree and bytes are whole: only the prompts themselves tell that decode would store and say nonsense."""
+    door = pair.process("prefill-0")["ports"]["bootstrap"]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": door, "bootstrap_room": 816}
+    mine = prompt(70, 21)
+    truth = pair.generate(mine, 6)[1]["output_ids"]
+    pair.call("decode-0", "/debug/flush_cache", {})
+    first: list = []
+    other = threading.Thread(
+        target=lambda: first.append(pair.generate(prompt(70, 22), 6, at="prefill-0", **room))
+    )
+    other.start()
+    answers = [pair.generate(mine, 6, at="decode-0", **room)]
+    other.join()
+    for status, answer in [*answers, *first]:
+        assert status == 400, answer
+        assert "different prompts of 70 tokens" in answer["error"]["message"]
+    assert pair.generate(mine, 6)[1]["output_ids"] == truth, "wrong state was cached"
+    pair.check()
+
+
 def test_a_rendezvous_host_that_is_not_allowed_is_refused(pair: Deployment) -> None:
     room = {"bootstrap_host": "203.0.113.9", "bootstrap_port": 80, "bootstrap_room": 99}
     status, answer = pair.generate(prompt(5), 2, at="decode-0", **room)

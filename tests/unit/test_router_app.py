@@ -281,6 +281,13 @@ def test_forwarding_to_one_and_to_all() -> None:
             port = port_of(router)
             await until(lambda: router.fleet.ready)
             assert (await get(router, "/v1/models")).json["data"][0]["id"] == "m"
+            async with asyncio.timeout(5):  # an answer to HEAD has a length and no body
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+                writer.close()
+            assert head.startswith(b"HTTP/1.1 200")
+            assert rest == b""
             assert (await ask(port, "POST", "/tokenize", {"prompt": "x"})).status == 200
             assert decode.seen[-1].body == {"prompt": "x"}
             assert prefill.seen == []
