@@ -98,7 +98,7 @@ def _each(kernel: str, start: Callable[[int], object]) -> Callable[[int], None]:
     return run
 
 
-def _each_block(start: Callable[[int], object], *, rounded: str = "") -> Callable[[int], None]:
+def _each_group(start: Callable[[int], object], *, rounded: str = "") -> Callable[[int], None]:
     """`start` with each size of a block that pairs are grouped into; `rounded`: where that table wants eight bits."""
 
     def run(arch: int) -> None:
@@ -130,9 +130,9 @@ def _matrix_cases() -> Iterator[Case]:
         yield Case(f"linear_{kind}", _each(f"weigh_{kind}", partial(_linear, make)))
         eight = partial(_each_rounded, f"weigh8_{kind}", f"rounded_{kind}")
         yield Case(f"linear_rounded_{kind}", eight(partial(_linear_rounded, make)))
-        yield Case(f"experts_{kind}", _each_block(partial(_experts, make, False)))
+        yield Case(f"experts_{kind}", _each_group(partial(_experts, make, False)))
         rounded = partial(_experts, make, True)
-        yield Case(f"experts_rounded_{kind}", _each_block(rounded, rounded=f"rounded_{kind}"))
+        yield Case(f"experts_rounded_{kind}", _each_group(rounded, rounded=f"rounded_{kind}"))
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )
@@ -266,7 +266,7 @@ def _llama_cases() -> Iterator[Case]:
     yield Case("write_rows", lambda _: ops.write_rows(
         meta(64, 8, 256, 256), meta(8, 8, 128), meta(8, 8, 128), meta(8, dtype=I64), meta(8, dtype=I64)))  # fmt: skip
     yield Case("choose_experts", lambda _: ops.choose_experts(meta(8, 128), 8, normalize=True))
-    yield Case("mix_experts_bf16", _each_block(_bf16_experts))
+    yield Case("mix_experts_bf16", _each_group(_bf16_experts))
 
 
 def _llama_dense(_: int) -> None:
