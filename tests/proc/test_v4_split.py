@@ -183,7 +183,13 @@ def test_verify_catches_every_planted_fault(pair: Deployment) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 4), (4, 2)], ids=lambda tp: "{}-{}".format(*tp))
 def test_sides_of_unequal_size(tmp_path: Path, tp: tuple[int, int]) -> None:
-    """The latent is one piece: it goes whole to every rank of the destination. Four ranks need four output groups."""
+    """The latent is one piece: it goes whole to every rank of the destination. Four ranks need four output groups.
+
+    All ranks guess alike, and copy the same slots: the second time prompts are continued from their borders.
+    """
     checkpoint = write_model(tmp_path, TINY | {"o_groups": 4})
-    with deployed(checkpoint, tp=tp, deadline_s=120.0) as deployment:
-        compare(deployment, load_model(checkpoint), [3, 129, 254])
+    with deployed(checkpoint, tp=tp, deadline_s=120.0, engine='speculative = "mtp"') as deployment:
+        for _ in range(2):
+            compare(deployment, load_model(checkpoint), [3, 129, 254])
+        counters = deployment.call("prefill-0", "/debug/stats")[1]["counters"]
+        assert counters["cached_tokens"] == 2 * 128
