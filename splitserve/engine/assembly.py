@@ -139,9 +139,9 @@ class Builder:
             ranks=ranks,
             transfers=transfers,
             controls=controls,
-            plan_ahead=self.config.plan_ahead,
             alive_fd=alive_fd,
         )
+        loop.plan_ahead = self.config.plan_ahead
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))
 
     def follower(self, line: Line, alive_fd: int | None) -> Follower:

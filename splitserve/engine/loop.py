@@ -44,7 +44,7 @@ class _Launched:
 
 
 class Loop:
-    """`plan_ahead`: launch step n + 1 before the result of step n is awaited.
+    """`plan_ahead`, off until it is set: launch step n + 1 before the result of step n is awaited.
 
     A device then never waits for planning; an answer's end is found one step late, and that step's token is dropped.
     """
@@ -58,7 +58,6 @@ class Loop:
         ranks: Ranks,
         transfers: Transfers | None,
         controls: Controls,
-        plan_ahead: bool = False,
         alive_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,7 +69,7 @@ class Loop:
         self._controls = controls
         self._lifetimes = controls.lifetimes
         self._clock = clock
-        self._plan_ahead = plan_ahead
+        self.plan_ahead = False
         self._in_flight: _Launched | None = None
         self._stopping = False
         self._last_load: wire.Load | None = None
@@ -96,7 +95,7 @@ class Loop:
         step = self._scheduler.plan(now)
         self._report_ends(now)
         due = self._launch(step) if step is not None else None
-        if self._plan_ahead:
+        if self.plan_ahead:
             due, self._in_flight = self._in_flight, due
         if due is not None:
             now = self._apply(due)

@@ -49,6 +49,11 @@ class Lost:
     reused: bool = False  # the connection had served before, so the peer may just have closed it for idleness
     received: bool = False  # some byte of the response had come
 
+    @property
+    def unheard(self) -> bool:
+        """An old connection was lost before anything came: the peer may have closed it before it saw the request."""
+        return self.reused and not self.received
+
 
 class Exchange(Protocol):
     """What the maker of one request is told about its response."""

@@ -9,6 +9,7 @@ connection lost                       the engine's death          tried again, t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,14 @@ class Failure:
 def of_loss(member: Member, reason: str) -> Failure:
     """The connection to `member` is gone."""
     return Failure(member, PeerLost(f"{member.id} at {member.endpoint.url}: {reason}"))
+
+
+def of_silence(members: Iterable[Member], silence_s: float) -> Failure | None:
+    """The first of members that have said nothing for so long which is sick: a busy one is waited for."""
+    for member in members:
+        if not member.healthy:
+            return of_loss(member, f"silent for {silence_s:g} s and unhealthy ({member.problem})")
+    return None
 
 
 def of_answer(leg: Leg) -> Failure:

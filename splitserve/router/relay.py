@@ -240,12 +240,10 @@ class Relay:
             return
         self._proxy.fleet.failed(leg.member, self._proxy.now())
         self._last_failure = told
-        loop = self._proxy.loop
-        self._timer = loop.call_later(self._proxy.config.prefill_grace_s, self._grace_over, told)
+        self._timer = self._proxy.loop.call_later(self._proxy.config.prefill_grace_s, self._give_up, told)
 
     def _is_stale(self, lost: Lost) -> bool:
-        soon = self._proxy.now() - self._sent_at < STALE_S
-        return lost.reused and not lost.received and soon and not self._begun
+        return lost.unheard and self._proxy.now() - self._sent_at < STALE_S and not self._begun
 
     def _can_replace(self, leg: Leg) -> bool:
         """Whether a route without this leg's member is there to be tried."""
@@ -254,10 +252,6 @@ class Relay:
         avoid = {*self._avoid, leg.member.id}
         route = self._proxy.chooser.choose(self._features, self._proxy.fleet, self._proxy.now(), avoid=avoid)
         return not isinstance(route, Reject) and leg.member not in route.members
-
-    def _grace_over(self, told: Failure) -> None:
-        self._timer = None
-        self._give_up(told)
 
     # -------------------------------------------------------------- first byte and on
 
@@ -408,12 +402,9 @@ class Relay:
             return
         if self._route is None or now - max(self.heard_at, self._sent_at) < silence_s:
             return
-        for member in (self._route.answer,) if self._begun else self._route.members:
-            if not member.healthy:
-                self._failed(
-                    failure.of_loss(member, f"silent for {silence_s:g} s and unhealthy ({member.problem})")
-                )
-                return
+        told = failure.of_silence((self._route.answer,) if self._begun else self._route.members, silence_s)
+        if told is not None:
+            self._failed(told)
 
     def uses(self, member: Member) -> bool:
         return self._route is not None and member in self._route.members

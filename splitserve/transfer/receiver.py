@@ -128,9 +128,7 @@ class Receiver:
         self._used[room.id] = None
         while len(self._used) > MAX_REMEMBERED:
             self._used.popitem(last=False)
-        entry = self._rooms[room.id] = Coming(
-            room.id, door, table, num_tokens, start, units, opened=now, prompt=prompt
-        )
+        entry = self._rooms[room.id] = Coming(room.id, door, table, num_tokens, start, units, now, prompt)
         contact = self._contacts.setdefault(door, Contact(door))
         if not contact.engine:
             self._watch.add(contact.watched, ())

@@ -67,6 +67,20 @@ class Leaving:
     bytes: int = 0
     descriptors: int = 0
 
+    def disagreement(self) -> RequestError | None:
+        """Why the two halves are not of one request; None where they are, or where one is not here yet."""
+        offer, why = self.offer, ""
+        if offer is None or not self.num_tokens:
+            return None
+        if offer.num_tokens != self.num_tokens:
+            why = f"prefill's prompt has {self.num_tokens} tokens, decode's {offer.num_tokens}"
+        elif offer.prompt and self.prompt and offer.prompt != self.prompt:
+            why = f"prefill and decode were given different prompts of {self.num_tokens} tokens"
+        if not why:
+            return None
+        fix = "send both halves the same request"
+        return RequestError(f"room {self.id}: {why}", field="bootstrap_room", fix=fix)
+
     def posted_at(self) -> float:
         """When the first write was posted; 0 where none was."""
         return min((c.posted for c in self.chunks if c.posted), default=0.0)

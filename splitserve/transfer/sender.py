@@ -199,18 +199,8 @@ class Sender:
 
     def _compare(self, entry: Leaving, now: float) -> None:
         """Once both halves are here: they must be halves of one request."""
-        offer = entry.offer
-        if offer is None or not entry.num_tokens or entry.table.state in TX_FINAL:
-            return
-        why = ""
-        if offer.num_tokens != entry.num_tokens:
-            why = f"prefill's prompt has {entry.num_tokens} tokens, decode's {offer.num_tokens}"
-        elif offer.prompt and entry.prompt and offer.prompt != entry.prompt:
-            why = f"prefill and decode were given different prompts of {entry.num_tokens} tokens"
-        if why:
-            error = RequestError(
-                f"room {entry.id}: {why}", field="bootstrap_room", fix="send both halves the same request"
-            )
+        error = entry.disagreement()
+        if error is not None and entry.table.state not in TX_FINAL:
             self._act(entry, entry.table.fail(error), now)
 
     def _refusal(self, offer: Offer) -> tuple[str, SplitserveError] | None:

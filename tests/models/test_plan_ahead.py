@@ -81,8 +81,8 @@ class Rig:
             ranks=Ranks("", "x", 1),
             transfers=None,
             controls=controls,
-            plan_ahead=plan_ahead,
         )
+        self.loop.plan_ahead = plan_ahead
 
     def answers(self, asks: list[wire.Generate]) -> dict[str, tuple[list[int], str]]:
         """(tokens, how it ended) of each request; a new one comes every third turn."""
