@@ -6,6 +6,7 @@ On the CPU a step has been computed when `launch` returns. The engine still trea
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,6 +76,7 @@ class Runner:
         self._drafter = drafter
         # Of requests in the last steps, for PENDING tokens of later ones.
         self._last_tokens: dict[Rid, int] = {}
+        self._recent: dict[Rid, deque[int]] = {}  # the same, and those before it
         self._sampled_at: dict[Rid, int] = {}
 
     @torch.inference_mode()
@@ -105,18 +107,21 @@ class Runner:
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
 
     def _with_history(self, chunk: Chunk) -> Chunk:
-        """The plan could not know the token that it waited for; penalties and grammars must."""
+        """The plan could not know the tokens in flight; penalties and grammars must."""
         if chunk.history is None or not chunk.waits:
             return chunk
-        return msgspec.structs.replace(chunk, history=(*chunk.history, self._last_tokens[chunk.rid]))
+        num_unknown = chunk.stop - chunk.num_draft - len(chunk.history)
+        recent = list(self._recent[chunk.rid])[-num_unknown:]
+        return msgspec.structs.replace(chunk, history=(*chunk.history, *recent))
 
     def _remember(self, index: int, sampled: dict[Rid, Sampled]) -> None:
         """Keep last tokens while a step that waits for them may still come: a request can sit out steps in flight."""
         for rid, found in sampled.items():
             if found.tokens:
                 self._last_tokens[rid], self._sampled_at[rid] = found.tokens[-1], index
+                self._recent.setdefault(rid, deque(maxlen=MAX_STEPS_IN_FLIGHT)).extend(found.tokens)
         for rid in [r for r, at in self._sampled_at.items() if at < index - MAX_STEPS_IN_FLIGHT]:
-            del self._last_tokens[rid], self._sampled_at[rid]
+            del self._last_tokens[rid], self._sampled_at[rid], self._recent[rid]
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> dict[Rid, Sampled]:
         """Split the logits' rows by chunk (see batch._logit_rows) and sample all sampling rows at once."""

@@ -14,7 +14,7 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.make_checkpoint import TINY
-from splitserve.ops.ref import v4 as ops
+from splitserve.layers.v4 import kernels as ops
 from splitserve.weights.locate import Source
 from tests.models.v4_oracle import make_bench, random_text
 

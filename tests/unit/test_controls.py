@@ -136,7 +136,6 @@ controls = st.builds(
     logprobs=st.none() | st.integers(0, 3),
     grammar=grammars,
 )
-# Penalties need the tokens in flight, which a scheduler with several steps in flight does not know.
 penalties = st.fixed_dictionaries(
     {
         "repetition_penalty": st.sampled_from([1.0, 1.5]),
@@ -172,10 +171,10 @@ def test_an_answer_that_moves_between_engines_is_the_same(vocabulary, params, mo
         looks_right(whole[rid], p)
 
 
-@given(params=st.lists(controls, min_size=1, max_size=4), depth=st.integers(2, 4))
+@given(params=st.lists(st.tuples(controls, penalties), min_size=1, max_size=4), depth=st.integers(2, 4))
 @settings(max_examples=15, deadline=None)
 def test_steps_in_flight_change_no_token(vocabulary, params, depth) -> None:
-    by_rid = {f"r{i}": p for i, p in enumerate(params)}
+    by_rid = {f"r{i}": with_penalties(*p) for i, p in enumerate(params)}
     one, several = ({rid: Answer() for rid in by_rid} for _ in range(2))
     Engine(vocabulary, step_tokens=64, depth=1).go_on(one, by_rid)
     Engine(vocabulary, step_tokens=64, depth=depth).go_on(several, by_rid)

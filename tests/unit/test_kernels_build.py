@@ -1,8 +1,8 @@
 """The gate: every kernel compiles, within shared memory, without spills, on tensor cores. No GPU is needed.
 
-By default one form of each kernel in each case, for sm_90 (tiles of its own, overlapped kernels, warpgroup products) and
-sm_120 (the least shared memory, the default tiles). All forms for all five architectures are a slow test, and `make
-kernels`. What was compiled once is remembered under .cache by a digest of the sources: a second run takes a second.
+By default one form of each kernel in each case for sm_120, which has the least shared memory and the default tiles. The
+same for sm_90 (tiles of its own, overlapped kernels, warpgroup products), and all forms for all five architectures, are
+slow tests; `make kernels` does the latter. What was compiled once is remembered under .cache by a digest of the sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from splitserve.ops.kernels.tuned import sizes, tuned
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
 
 
-SHARE = (90, 120)
+SHARE = (120,)
 
 
 def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,10 +74,16 @@ def test_every_kernel_compiles(share: list[Built]) -> None:
 
 
 def test_matrix_kernels_use_the_instructions_of_their_generation(share: list[Built]) -> None:
-    """And eight-bit ones where products of eight bits are meant."""
-    kinds = {arch: {t for b in share if b.arch == arch for t in b.code.tensor} for arch in SHARE}
-    assert {"HGMMA", "QGMMA"} <= kinds[90]
-    assert kinds[120]
+    """What they are called is NVIDIA's affair; that there are some is ours."""
+    assert {t for b in share for t in b.code.tensor}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hopper_multiplies_by_warpgroups_in_sixteen_and_in_eight_bits() -> None:
+    built = remembered("hopper", "--quick", "--arch", "90")
+    check(built, (90,))
+    assert {t for b in built for t in b.code.tensor} >= {"HGMMA", "QGMMA"}
 
 
 @pytest.mark.slow
