@@ -45,11 +45,13 @@ show splitserve bench "$url" --concurrency 1,8,16 --num 3,8,16 --output-len 32
 heading "5. An engine is killed in the middle of an answer; it comes back, and the stop is clean"
 victim=$(splitserve status demo --json | python -c 'import json, sys
 print(next(p["pid"] for p in json.load(sys.stdin)["deployments"][0]["processes"] if p["name"] == "decode-0"))')
-python deploy/ask.py "$url/v1" "Tell me a long story about Paris." & # its answer ends, or it ends with an error
+story=$home/story
+python deploy/ask.py "$url/v1" "Tell me a long story about Paris." >"$story" 2>&1 &
 asking=$!
-sleep 1.5
+for _ in {1..200}; do [ "$(wc -c <"$story")" -gt 100 ] && break || sleep 0.05; done # it has begun to answer
 show kill -9 "$victim"
-wait $asking || echo "(that request ended with an error instead of hanging)"
+wait $asking || echo "(that answer ended with an error instead of hanging:)"
+cat "$story"
 show splitserve status demo --wait 90
 show python deploy/ask.py "$url/v1"
 show splitserve down demo

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from package import ROOT, module_name, sources, zone
 
 MOST_IMPORT_S = 0.3
@@ -50,6 +51,7 @@ def test_the_zone_imports_alone_and_without_torch():
     assert {m: r["loaded"] for m, r in alone.items() if {"torch", "nixl"} & set(r["loaded"])} == {}
 
 
+@pytest.mark.slow
 def test_everything_else_imports_alone():
     rest = sorted({module_name(p) for p in sources()} - set(zone()))
     results = import_each(rest, "torch")
