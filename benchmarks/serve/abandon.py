@@ -48,8 +48,8 @@ class Run:
                 await self._ask(body)
         except TimeoutError:
             self.counts["abandoned"] += 1
-        except SplitserveError:
-            self.counts["failed"] += 1
+        except SplitserveError as e:
+            self._failed(e.message)
 
     async def _ask(self, body: bytes) -> None:
         headers = (("content-type", "application/json"),)
@@ -57,8 +57,16 @@ class Run:
             "POST", self._state["url"] + "/generate", body=body, headers=headers
         ) as s:
             text = await s.read()
-            good = s.status == 200 and b"[DONE]" in text and b'"error"' not in text
-            self.counts["answered" if good else "refused" if s.status == 503 else "failed"] += 1
+            if s.status == 200 and b"[DONE]" in text and b'data: {"error"' not in text:
+                self.counts["answered"] += 1
+            elif s.status == 503:
+                self.counts["refused"] += 1
+            else:
+                self._failed(f"{s.status}: ...{text[-300:].decode(errors='replace')}")
+
+    def _failed(self, why: str) -> None:
+        self.counts["failed"] += 1
+        print(f"failed: {why}", flush=True)
 
     async def round(self, num: int, concurrency: int) -> None:
         left = num
