@@ -9,12 +9,12 @@ import torch
 
 from splitserve.dist.group import SoloGroup
 from splitserve.errors import ConfigError
+from splitserve.layers.v4 import kernels as ops
 from splitserve.models import registry
 from splitserve.models.config import ModelConfig
 from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.make_checkpoint import TINY
-from splitserve.layers.v4 import kernels as ops
 from splitserve.weights.locate import Source
 from tests.models.v4_oracle import make_bench, random_text
 
