@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError
+from splitserve.locks import is_held
 
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _LOCK, _STATE, _LOG, _REPORT, _RESULT, _PAGE = (
@@ -79,7 +80,7 @@ class Run:
     def read(self) -> State:
         """ConfigError where the directory holds no state that can be read."""
         state = self._stored()
-        if state.state == "running" and not self._is_held():
+        if state.state == "running" and not is_held(self.path / _LOCK):
             state = self._stored()  # it may have ended between the two looks
             if state.state == "running":
                 return replace(state, state="died")
@@ -105,20 +106,6 @@ class Run:
             return State(**{**found, "words": tuple(found["words"])})
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise ConfigError(f"{self.path / _STATE} cannot be read: {e}", field="id") from None
-
-    def _is_held(self) -> bool:
-        try:
-            fd = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            return False
-        finally:
-            os.close(fd)
 
 
 def begin(where: Path, words: Sequence[str], *, url: str, program: Sequence[str]) -> Run:

@@ -27,6 +27,7 @@ from typing import Any
 
 from splitserve.errors import ConfigError
 from splitserve.launch.identity import Identity, boot_id
+from splitserve.locks import is_held
 
 _SOCKET_PATH_MAX = 107
 """Longest path of a Unix socket on Linux (108 with the closing zero)."""
@@ -101,18 +102,7 @@ class RunDir:
 
     def running(self) -> bool:
         """True while a supervisor holds the lock."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            return False
-        finally:
-            os.close(fd)
+        return is_held(self.path / "lock")
 
     def clean(self) -> list[str]:
         """End and remove what a dead supervisor left, but for its logs. Says what was ended; [] if there was none."""
