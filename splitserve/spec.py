@@ -267,5 +267,14 @@ def live_bytes(
     )
 
 
+def group_bytes(specs: Sequence[StateSpec], start: int, stop: int, *, size: int) -> int:
+    """Bytes that a handoff of a whole prompt's tokens [start, stop) to a group of `size` ranks must move.
+
+    What several ranks hold counts for each of them: a latent once a rank, a KV head as often as it is replicated.
+    """
+    copies = {s.name: sum(len(owned_pieces(s, rank, size)) for rank in range(size)) for s in specs}
+    return live_bytes(specs, start, stop, copies)
+
+
 def _aligned(n: int, to: int = ALIGN) -> int:
     return -(-n // to) * to

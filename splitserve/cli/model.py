@@ -15,8 +15,9 @@ _LIKE = "deepseek-v4-flash"
 
 
 def make_checkpoint(args: argparse.Namespace) -> int:
-    """Write a random checkpoint in the original format. The same seed gives the same bytes."""
+    """Write a random checkpoint in the original format, and a tokenizer of bytes. Same seed, same bytes."""
     from splitserve.models import make_checkpoint as random
+    from splitserve.text import byte_tokenizer
 
     if args.like != _LIKE:
         raise ConfigError(f"--like {args.like!r} is not known", field="like", fix=f"known: {_LIKE}")
@@ -26,9 +27,15 @@ def make_checkpoint(args: argparse.Namespace) -> int:
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty", fix="name a new directory")
     config = random.TINY if args.tiny else random.T1 if args.t1 else random.flash(args.layers)
-    num_bytes = random.write_checkpoint(
-        directory, config, seed=args.seed, fp8_experts=args.fp8_experts, progress=_show
-    )
+    config = random.changed(config, args.set)
+    if args.config_only:
+        num_bytes = 0
+        random.write_config(directory, config, fp8_experts=args.fp8_experts)
+    else:
+        num_bytes = random.write_checkpoint(
+            directory, config, seed=args.seed, fp8_experts=args.fp8_experts, progress=_show
+        )
+    byte_tokenizer.write(directory)
     done = {"directory": str(directory), "bytes": num_bytes, "seed": args.seed}
     print(json.dumps(done) if args.json else f"{directory}: {num_bytes:,} bytes")
     return 0

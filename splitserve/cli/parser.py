@@ -203,6 +203,18 @@ def _make_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--t1", action="store_true", help="the model's own head and window sizes in 52 MB")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="the first N layers, at full size")
     parser.add_argument("--fp8-experts", action="store_true", help="the -Base variant")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a whole number of its config.json",
+    )
+    parser.add_argument(
+        "--config-only",
+        action="store_true",
+        help="no weights: for engines that make theirs up (dummy_weights)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same bytes (default: 0)")
     _json(parser)
 

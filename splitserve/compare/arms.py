@@ -81,7 +81,8 @@ def _replicas(groups: Sequence[Group], ranks: int, cpus: tuple[int, ...]) -> Gro
             field="tp",
             fix="compare --arms split,single, or another tp",
         )
-    return Group(Role.UNIFIED, ranks // engine.tp, replace(engine, role="unified", cpus=cpus))
+    engine = replace(engine, role="unified", cpus=cpus)
+    return replace(groups[-1], role=Role.UNIFIED, replicas=ranks // engine.tp, engine=engine)
 
 
 def _single(groups: Sequence[Group], ranks: int, cpus: tuple[int, ...]) -> Group:
@@ -100,7 +101,7 @@ def _single(groups: Sequence[Group], ranks: int, cpus: tuple[int, ...]) -> Group
         max_seqs=engine.max_seqs * num,
         cpus=cpus,
     )
-    return Group(Role.UNIFIED, 1, own)
+    return replace(groups[-1], role=Role.UNIFIED, replicas=1, engine=own)
 
 
 def _to_text(deployment: Deployment, groups: Sequence[Group]) -> str:

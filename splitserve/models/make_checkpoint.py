@@ -7,10 +7,11 @@ uniform, experts unlike each other), so that a wrong mask, angle or route shows.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,30 @@ def flash(num_layers: int) -> dict[str, Any]:
     }
 
 
+def changed(config: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """`config` with the numbers that "key=value" strings give. ConfigError for keys that it has not as a number."""
+    numbers = [key for key, value in config.items() if type(value) is int]
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in numbers or not value.isdigit():
+            near = difflib.get_close_matches(key, numbers, n=1)
+            raise ConfigError(
+                f"--set {word}: no change of a whole number",
+                field="set",
+                fix=f"did you mean {near[0]}?" if near else f"KEY=NUMBER, one of {', '.join(numbers)}",
+            )
+        config = config | {key: int(value)}
+    return config
+
+
+def write_config(directory: Path, config: dict[str, Any], *, fp8_experts: bool = False) -> None:
+    """Write config.json alone. ConfigError where it describes no model."""
+    from_json(config, directory / "config.json")
+    directory.mkdir(parents=True, exist_ok=True)
+    written = config | ({"expert_dtype": "fp8"} if fp8_experts else {})
+    (directory / "config.json").write_text(json.dumps(written, indent=1))
+
+
 def write_checkpoint(
     directory: Path,
     config: dict[str, Any],
@@ -180,8 +205,7 @@ def write_checkpoint(
             total, held = total + nbytes, held + nbytes
         progress((i + 1) / len(wanted))
     flush()
-    written = config | ({"expert_dtype": "fp8"} if fp8_experts else {})
-    (directory / "config.json").write_text(json.dumps(written, indent=1))
+    write_config(directory, config, fp8_experts=fp8_experts)
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total

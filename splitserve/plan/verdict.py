@@ -203,7 +203,7 @@ def weigh(split: Run, unified: Sequence[Run] = ()) -> Evidence:
     return Evidence(
         prefill_busy=split.busy("prefill"),
         decode_busy=split.busy("decode"),
-        link_busy=min(1.0, _covered(spans) / split.duration_s),
+        link_busy=min(1.0, covered(spans) / split.duration_s),
         queue=sum(li.queue_s for li in split.lives) / total,
         compute=sum(li.compute_s for li in split.lives) / total,
         rows=sum(li.rows_s for li in split.lives) / total,
@@ -295,7 +295,7 @@ def _answer(pays: bool | None, gains: Sequence[Gain]) -> str:
     return f"The split {'pays' if pays else 'does not pay'} here: {figures}."
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for a, b in sorted(s for s in spans if s[1] > s[0]):

@@ -24,7 +24,7 @@ from splitserve.proof.cases import Question, questions
 from splitserve.proof.judge import Case, Crossing, judge
 from splitserve.proof.sides import Side
 from splitserve.proof.stage import stage, unified_engine
-from splitserve.spec import StateSpec, live_bytes
+from splitserve.spec import StateSpec, group_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,11 +104,12 @@ class Proof:
             self._decode = Side(client, urls.decode, "decode")
             facts = {s.name: await s.facts() for s in (self._prefill, self._decode)}
             self._expect_faults_allowed(facts["prefill"])
+            self._specs, self._tp = _specs(facts["decode"]), int(facts["decode"]["tp"])
+            equal = facts["prefill"]["tp"] == self._tp
+            tp = self._tp if equal else 1
             self._unified = Side(
-                client, await unified_engine(facts["prefill"], self._say, closing), "unified"
+                client, await unified_engine(facts["prefill"], self._say, closing, tp=tp), "unified"
             )
-            self._specs = _specs(facts["decode"])
-            equal = facts["prefill"]["tp"] == facts["decode"]["tp"]
             self._bound = EQUAL_TP_BOUND if equal else UNEQUAL_TP_BOUND
             await self._decode.operate("digests", all=True)
             closing.push_async_callback(self._decode.operate, "digests", all=False)
@@ -172,7 +173,7 @@ class Proof:
         written = [c["written"] for c in chunks if c["written"]]
         return Crossing(
             num_bytes=int(here["bytes"]),
-            expected_bytes=live_bytes(self._specs, here["start"], len(question.tokens)),
+            expected_bytes=group_bytes(self._specs, here["start"], len(question.tokens), size=self._tp),
             num_pages=int(there.get("pages", 0)),
             num_descriptors=int(there.get("descriptors", 0)),
             lane=", ".join(there.get("lanes", [])),

@@ -46,10 +46,10 @@ async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
     return _urls(found)
 
 
-async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack) -> str:
-    """Start one engine that computes everything itself, with the settings of `facts`; returns its address."""
+async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack, *, tp: int = 1) -> str:
+    """Start one engine of `tp` ranks that computes everything itself, with the settings of `facts`; its address."""
     say("starting a unified engine to compare with")
-    argv = [*PROGRAM, "serve", str(facts["model_path"]), "--role", "unified"]
+    argv = [*PROGRAM, "serve", str(facts["model_path"]), "--role", "unified", "--tp", str(tp)]
     for field in SAME_FIELDS:
         argv += [f"--{field.replace('_', '-')}", str(facts[field])]
     argv += ["--num-pages", str(facts["num_pages"]), "--threads", str(facts["threads"])]

@@ -18,7 +18,7 @@ from splitserve.wire import Card, Note
 
 FAULTS: Mapping[str, str] = {
     "drop_chunk": "a chunk's note is sent, its bytes are not",
-    "swap_heads": "two pieces (KV heads) of a page change places",
+    "swap_heads": "two pieces (KV heads; where there is one, those of two layers) of a page change places",
     "stale_page": "a page's bytes come from another page",
     "lose_note": "a chunk is written, its note never leaves",
     "drop_state": "one layer's state is left out",
@@ -118,7 +118,11 @@ def _swap_pieces(card: Card, copies: Copies) -> Copies:
         for f in fields
         if f.piece != one.piece and (f.spec.name, f.spec.layer) == (one.spec.name, one.spec.layer)
     ]
-    other = next(iter(heads or [f for f in fields if f.spec.layer != one.spec.layer]), one)
+    shape = (one.spec.row_bytes, one.rows_per_unit)
+    layers = [
+        f for f in fields if f.spec.layer != one.spec.layer and (f.spec.row_bytes, f.rows_per_unit) == shape
+    ]
+    other = next(iter(heads or layers), one)
     at = {(int(a), int(n)): i for i, (a, n, _) in enumerate(cut.src.tolist())}
     src = cut.src.copy()
     for (address, length), i in at.items():

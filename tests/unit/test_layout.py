@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from state_cases import LEGAL_TP, Case, Rank, cases, make_case, perform, rich_specs
 
 from splitserve.errors import ConfigError, ProtocolError
-from splitserve.spec import Growth, Kind, StateSpec, Units, live_bytes, owned_pieces
+from splitserve.spec import Growth, Kind, StateSpec, Units, group_bytes
 from splitserve.transfer.layout import Copies, Link, check_compatible, copies, link_bytes, source_rank
 
 
@@ -57,17 +57,10 @@ def _expected(case: Case, rank: Rank) -> tuple[dict[Kind, np.ndarray], dict[Kind
     return content, counts
 
 
-def _all_copies(case: Case) -> int:
-    """What all ranks of the destination need together: its replicas count each time."""
-    size = len(case.dst)
-    pieces_of = {s.name: size * len(owned_pieces(s, 0, size)) for s in case.specs}
-    return live_bytes(case.specs, case.start, case.total, pieces_of)
-
-
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_live_byte_is_written_exactly_once(case: Case) -> None:
-    assert sum(hand_over(case)) == _all_copies(case)
+    assert sum(hand_over(case)) == group_bytes(case.specs, case.start, case.total, size=len(case.dst))
 
 
 @pytest.mark.parametrize(("pieces", "src", "dst"), LEGAL_TP)
@@ -76,7 +69,7 @@ def test_every_tp_pair(pieces: int, src: int, dst: int) -> None:
         rich_specs(pieces), page_tokens=4, tp=(src, dst), start=4, total=15, cuts=[6, 12], seed=7
     )
     sent = hand_over(case)
-    assert sum(sent) == _all_copies(case)
+    assert sum(sent) == group_bytes(case.specs, case.start, case.total, size=len(case.dst))
     assert min(sent) > 0
 
 

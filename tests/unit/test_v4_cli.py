@@ -10,6 +10,7 @@ import pytest
 from splitserve.cli.parser import parse
 from splitserve.errors import ConfigError
 from splitserve.models.make_checkpoint import FLASH
+from splitserve.text import tokenizer
 
 
 def run(*words: str) -> int:
@@ -25,6 +26,18 @@ def test_make_checkpoint_writes_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         run("make-checkpoint", str(tmp_path / "m"), "--tiny")
 
 
+def test_make_checkpoint_changes_what_is_asked(tmp_path: Path) -> None:
+    """Without weights, and with a tokenizer that a server can load."""
+    where = tmp_path / "m"
+    words = ("--tiny", "--config-only", "--set", "o_groups=4", "--set", "vocab_size=300")
+    assert run("make-checkpoint", str(where), *words) == 0
+    config = json.loads((where / "config.json").read_text())
+    assert (config["o_groups"], config["vocab_size"]) == (4, 300)
+    assert not list(where.glob("*.safetensors*"))
+    loaded = tokenizer.load(where)
+    assert loaded.decode(loaded.encode("Grüße")) == "Grüße"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -32,8 +45,10 @@ def test_make_checkpoint_writes_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         (("--tiny", "--t1"), "one of --tiny, --t1 and --layers"),
         (("--tiny", "--like", "gpt-5"), "'gpt-5' is not known"),
         (("--layers", "44"), "has 43"),
+        (("--tiny", "--set", "o_group=4"), "o_group=4: no change"),
+        (("--tiny", "--set", "o_groups=many"), "o_groups=many: no change"),
     ],
-    ids=["nothing", "both", "like", "layers"],
+    ids=["nothing", "both", "like", "layers", "misspelt", "words"],
 )
 def test_make_checkpoint_says_what_is_wrong(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
