@@ -28,6 +28,7 @@ def make_checkpoint(args: argparse.Namespace) -> int:
         raise ConfigError(f"{directory} is not empty", fix="name a new directory")
     config = random.TINY if args.tiny else random.T1 if args.t1 else random.flash(args.layers)
     config = random.changed(config, args.set)
+    byte_tokenizer.check(config["vocab_size"])
     if args.config_only:
         num_bytes = 0
         random.write_config(directory, config, fp8_experts=args.fp8_experts)
@@ -35,7 +36,7 @@ def make_checkpoint(args: argparse.Namespace) -> int:
         num_bytes = random.write_checkpoint(
             directory, config, seed=args.seed, fp8_experts=args.fp8_experts, progress=_show
         )
-    byte_tokenizer.write(directory)
+    byte_tokenizer.write(directory, num_tokens=config["vocab_size"])
     done = {"directory": str(directory), "bytes": num_bytes, "seed": args.seed}
     print(json.dumps(done) if args.json else f"{directory}: {num_bytes:,} bytes")
     return 0

@@ -35,7 +35,8 @@ def test_make_checkpoint_changes_what_is_asked(tmp_path: Path) -> None:
     assert (config["o_groups"], config["vocab_size"]) == (4, 300)
     assert not list(where.glob("*.safetensors*"))
     loaded = tokenizer.load(where)
-    assert loaded.decode(loaded.encode("Grüße")) == "Grüße"
+    assert loaded.decode(loaded.encode("Grüße 299")) == "Grüße 299"
+    assert loaded.decode([299, 262]) == " 299 262"  # ids that stand for no text show all the same
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,9 @@ def test_make_checkpoint_changes_what_is_asked(tmp_path: Path) -> None:
         (("--layers", "44"), "has 43"),
         (("--tiny", "--set", "o_group=4"), "o_group=4: no change"),
         (("--tiny", "--set", "o_groups=many"), "o_groups=many: no change"),
+        (("--tiny", "--config-only", "--set", "vocab_size=100"), "no room"),
     ],
-    ids=["nothing", "both", "like", "layers", "misspelt", "words"],
+    ids=["nothing", "both", "like", "layers", "misspelt", "words", "few"],
 )
 def test_make_checkpoint_says_what_is_wrong(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
