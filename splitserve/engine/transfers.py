@@ -223,8 +223,9 @@ class Transfers:
         if self._receiving.get(req.room.id) == req.rid:
             if req.in_transfer:
                 self.receiver.cancel(req.room.id, reason=reason, now=now)
-            else:
+            elif req.room.id not in self.receiver.rooms():
                 self._receiving.pop(req.room.id)
+            # Else its handoff failed and it was computed here, faster than the peer let go of the rows: Released comes.
 
 
 def _room_of(req: Request) -> Room:

@@ -12,6 +12,7 @@ from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.transfers import Transfers
 from splitserve.errors import DeadlineExceeded
 from splitserve.kv.cache import Cache
+from splitserve.transfer.events import ReceiveFailed, Released
 from splitserve.types import SamplingParams
 from splitserve.wire import Room
 
@@ -19,10 +20,11 @@ DEADLINE_S = 6.0
 
 
 class Half:
-    """A sender or receiver with nothing to report, that keeps the deadlines it is given."""
+    """A sender or receiver that reports what a test puts into `events`, and keeps the deadlines it is given."""
 
     def __init__(self) -> None:
         self.deadlines: dict[int, float] = {}
+        self.events: list[Any] = []
 
     def admit(self, room: Room) -> None: ...
 
@@ -30,7 +32,12 @@ class Half:
         self.deadlines[room.id] = deadline
 
     def poll(self, now: float) -> list[Any]:
-        return []
+        found, self.events = self.events, []
+        self.deadlines = {k: v for k, v in self.deadlines.items() if Released(k) not in found}
+        return found
+
+    def rooms(self) -> set[int]:
+        return set(self.deadlines)
 
 
 class Engine:
@@ -86,3 +93,20 @@ def test_time_in_the_queue_counts_towards_the_handoffs_deadline(waited: float):
     engine.turn(10.0 + waited)
     assert second.phase is Phase.ARRIVING
     assert engine.receiver.deadlines[2] == 10.0 + DEADLINE_S
+
+
+def test_rows_of_a_failed_handoff_may_come_back_after_the_answers_end():
+    """It was computed here meanwhile, faster than the peer let go of the rows."""
+    engine = Engine()
+    req = engine.add(1, now=0.0)
+    engine.turn(0.0)
+    engine.receiver.events = [ReceiveFailed(1, True, "transfer_failed", 502, "bytes differ")]
+    engine.transfers.poll(1.0)
+    assert req.recomputing
+    engine.scheduler.abort(req.rid)
+    engine.turn(1.0)
+    assert engine.transfers._receiving == {1: "r1"}
+    engine.receiver.events = [Released(1)]
+    engine.turn(2.0)
+    assert engine.transfers._receiving == {}
+    assert engine.scheduler.cache.num_free == 16
