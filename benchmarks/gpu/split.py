@@ -72,9 +72,10 @@ TINY = Scale(
         "SPLITSERVE_ENGINE_DEVICE": "cpu",
         "SPLITSERVE_ENGINE_MEMORY_MB": "64",
         "SPLITSERVE_ENGINE_MAX_SEQS": "8",
+        "SPLITSERVE_TRANSFER_DEADLINE_S": "300",  # sixteen warm-up prompts before ranks that share two cores
     },
     short=(32, 6),
-    long=(300, 8),
+    long=(200, 6),
     concurrency="1,2",
     chunks="256",
     repeats=1,

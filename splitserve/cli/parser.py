@@ -231,6 +231,34 @@ def _state(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _render(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=("kubernetes",), help="kubernetes: manifests for `kubectl apply -f -`"
+    )
+    parser.add_argument("file", metavar="FILE", help="deployment file, for example deploy/demo.toml")
+    parser.add_argument(
+        "--image", default="splitserve:latest", help="container image (default: splitserve:latest)"
+    )
+    parser.add_argument("--namespace", default="default", metavar="NAME", help="default: default")
+    parser.add_argument(
+        "--cpus", type=int, default=0, metavar="N", help="of each rank; default: its threads, or 4"
+    )
+    parser.add_argument(
+        "--memory", default="", metavar="SIZE", help="of each engine, as 200Gi; default: no request"
+    )
+    parser.add_argument("--shm", default="8Gi", metavar="SIZE", help="of an engine's /dev/shm (default: 8Gi)")
+    parser.add_argument(
+        "--models", default="", metavar="CLAIM", help="volume claim that holds the model's directory"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change a setting; may be repeated",
+    )
+
+
 def _kernels(parser: argparse.ArgumentParser) -> None:
     from splitserve.ops.kernels.archs import ARCHS
 
@@ -264,6 +292,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "make-checkpoint": ("write a random model", _MODEL, _make_checkpoint),
     "state": ("bytes that a model keeps for a request", _MODEL, _state),
     "kernels": ("compile the GPU kernels ahead of time", _KERNELS, _kernels),
+    "render": ("a deployment in another system's words", "splitserve.cli.render", _render),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
     "doctor": ("check that everything needed is here", _MACHINE, _doctor),
     "version": ("print the version", _MACHINE, _json),
