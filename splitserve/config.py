@@ -60,7 +60,7 @@ class EngineConfig:
     max_len: int = _f(0, "longest prompt + output; 0: what the model and the memory allow", low=0)
     max_seqs: int = _f(64, "most requests running at once", low=1)
     step_tokens: int = _f(256, "most tokens a step computes (chunk budget)", low=1)
-    page_tokens: int = _f(64, "tokens in a page", low=1)
+    page_tokens: int = _f(0, "tokens in a page; 0: what suits the model (64; DeepSeek-V4: 256)", low=0)
     memory_mb: int = _f(0, "state memory of one rank; 0: a share of what is free", low=0)
     num_pages: int = _f(0, "pages of one rank; 0: from memory_mb", low=0)
     prefix_cache: bool = _f(True, "reuse the state of equal prompt beginnings")

@@ -26,6 +26,9 @@ import msgspec
 
 from splitserve.errors import ConfigError
 
+PAGE_TOKENS = 64
+"""Tokens in a page where neither the deployment nor the model says more."""
+
 ALIGN = 64
 """Units, and the pieces inside a page, start at multiples of this many bytes: a cache line, enough for any vector load.
 
@@ -265,6 +268,15 @@ def live_bytes(
         len(s.live_rows(start, stop, last)) * s.row_bytes * (pieces_of or {}).get(s.name, s.pieces)
         for s in specs
     )
+
+
+def page_tokens(specs: Sequence[StateSpec], wanted: int = 0) -> int:
+    """Tokens in a page: what is wanted, else `PAGE_TOKENS`, or two of the model's coarsest rows where those are longer.
+
+    DeepSeek-V4 has rows of 128 tokens, so its pages have 256 (docs/decisions/0002-slab-pages.md).
+    """
+    coarsest = max((s.tokens_per_row for s in specs if s.kind is Kind.PAGE), default=1)
+    return wanted or max(PAGE_TOKENS, 2 * coarsest)
 
 
 def group_bytes(specs: Sequence[StateSpec], start: int, stop: int, *, size: int) -> int:

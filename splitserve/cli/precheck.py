@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.launch.deployment import Deployment
@@ -23,7 +25,7 @@ def _check_model(engine: EngineConfig) -> None:
     from splitserve.engine.memory import size
     from splitserve.models import registry
     from splitserve.models.read import read_config
-    from splitserve.spec import lay_out
+    from splitserve.spec import lay_out, page_tokens
     from splitserve.weights.locate import locate
     from splitserve.weights.open import open_checkpoint
 
@@ -34,6 +36,7 @@ def _check_model(engine: EngineConfig) -> None:
     dtype = engine.dtype if engine.dtype != "auto" else "bf16"
     drafts = engine.speculative != "none"
     specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype, draft=drafts)
+    engine = replace(engine, page_tokens=page_tokens(specs, engine.page_tokens))
     layout = lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
     if engine.device == "cpu":
         # The engine asks again, with the memory that is free when its weights are in.

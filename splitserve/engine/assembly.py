@@ -7,7 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -36,7 +36,7 @@ from splitserve.kv.pool import Pool
 from splitserve.models import registry
 from splitserve.models.config import ModelConfig
 from splitserve.models.read import read_config
-from splitserve.spec import lay_out
+from splitserve.spec import lay_out, page_tokens
 from splitserve.text import tokenizer
 from splitserve.text.grammar import Vocabulary
 from splitserve.transfer import transport as transports
@@ -94,6 +94,7 @@ class Builder:
         self.dtype = dtype_of(self.config, self.cfg)
         self.drafts = self.config.speculative == "mtp"
         self.specs = registry.states(self.cfg, dtype=self.dtype, kv=self.config.kv_dtype, draft=self.drafts)
+        self.config = replace(self.config, page_tokens=page_tokens(self.specs, self.config.page_tokens))
         self.layout = lay_out(self.specs, page_tokens=self.config.page_tokens, rank=start.rank, size=start.tp)
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
 

@@ -11,7 +11,7 @@ from splitserve.errors import ConfigError, WeightsError
 from splitserve.models.deepseek_v4_config import DeepseekV4Config, from_json
 from splitserve.models.deepseek_v4_states import deepseek_v4_states, least_bytes
 from splitserve.models.make_checkpoint import FLASH, T1, TINY, flash
-from splitserve.spec import Growth, lay_out, live_bytes
+from splitserve.spec import Growth, StateSpec, lay_out, live_bytes, page_tokens
 
 PATH = Path("config.json")
 
@@ -123,6 +123,9 @@ def test_pages_hold_whole_windows() -> None:
     with pytest.raises(ConfigError, match="multiple of 128"):
         lay_out(specs, page_tokens=64)
     assert lay_out(specs, page_tokens=128).page_bytes
+    assert page_tokens(specs) == 256
+    assert page_tokens(specs, 128) == 128
+    assert page_tokens([StateSpec("kv", 0, Growth.PAGED, 64)]) == 64
 
 
 def test_an_unknown_row_encoding_is_named() -> None:
