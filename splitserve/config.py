@@ -22,6 +22,9 @@ from splitserve.numa import POLICIES
 
 T = TypeVar("T")
 
+ENGINES = ("splitserve", "sglang", "vllm")
+"""What can serve behind the router: our own engine, or another that is installed beside it (docs/engines.md)."""
+
 
 def _f(
     default: Any,
@@ -160,6 +163,11 @@ class RouterConfig:
     prefill_grace_s: float = _f(
         0.9, "when prefill's connection breaks, decode may still answer within this time", low=0
     )
+    engine: str = _f(
+        "splitserve",
+        "what answers behind it, and so the protocol it is asked by (docs/engines.md)",
+        one_of=ENGINES,
+    )
     max_queued_tokens: int = _f(
         262144, "prompt tokens waiting at an engine above which it gets no more", low=1
     )
@@ -170,13 +178,25 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
-class GroupConfig(EngineConfig):
-    """[prefill], [decode] or [unified] of a deployment file: the engine's settings and how many such engines."""
+class ProgramConfig(EngineConfig):
+    """[engine] of a deployment file: the engine's settings, and the program that is to serve with them."""
+
+    engine: str = _f("splitserve", "what serves; default: as [deployment] says", one_of=ENGINES)
+    python: str = _f("", "interpreter that has SGLang or vLLM installed; default: the one that runs this")
+    args: tuple[str, ...] = _f(
+        (), "words put last on SGLang's or vLLM's command line: its flags win over ours"
+    )
+    env: tuple[str, ...] = _f((), "NAME=VALUE for SGLang's or vLLM's environment, over what we set there")
+
+
+@dataclass(frozen=True)
+class GroupConfig(ProgramConfig):
+    """[prefill], [decode] or [unified] of a deployment file: as [engine], and how many such engines."""
 
     replicas: int = _f(1, "engines of this kind", low=1, high=64)
 
-    def engine(self) -> EngineConfig:
-        """The settings of one of these engines, without `replicas`."""
+    def settings(self) -> EngineConfig:
+        """The settings of one of these engines, whatever program serves it."""
         return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
 
 
@@ -185,7 +205,7 @@ class DeploymentConfig:
     """[deployment]: what the supervisor does with the processes of one deployment file."""
 
     name: str = _f("", "name for `down`, `status` and `logs`; default: the file's name")
-    engine: str = _f("splitserve", "what serves", one_of=("splitserve",))
+    engine: str = _f("splitserve", "what serves, unless [engine] or a role says otherwise", one_of=ENGINES)
     model: str = _f("", "the model of every engine, unless [engine] or a role says otherwise")
     restart: bool = _f(True, "start a process again when it dies after the deployment was ready")
     max_restarts: int = _f(

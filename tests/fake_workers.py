@@ -127,6 +127,11 @@ class FakeWorker:
             await whole(200 if self.healthy else 503, {})(seen, line)
         elif path == "/get_load":
             await whole(200, [self.load])(seen, line)
+        elif path in (
+            "/v1/loads",
+            "/metrics",
+        ):  # SGLang's and vLLM's; the latter is no JSON, and may be silent
+            await whole(200, {"loads": [self.load]})(seen, line)
         elif path in ("/server_info", "/model_info"):
             await whole(200, self.info)(seen, line)
         elif b'"Hello"' in seen.raw and b'"max_new_tokens":1,' in seen.raw:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,11 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from splitserve.cli import PROGRAM, complain, report
-from splitserve.cli.precheck import check_models
+from splitserve.cli.precheck import check_engines, check_models
 from splitserve.errors import ConfigError, PeerLost, RequestError
 from splitserve.launch import control, placement, probe, topology
 from splitserve.launch import logs as log_files
-from splitserve.launch.commands import fill
+from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
 from splitserve.launch.identity import Identity
 from splitserve.launch.placement import ProcSpec
@@ -35,6 +36,8 @@ def up(args: argparse.Namespace) -> int:
     # Another machine has other files; tests start other programs, which know other models.
     if args.program == PROGRAM and not args.topology:
         check_models(deployment)
+        for warning in dict.fromkeys(check_engines(deployment)):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if args.detach:
         return _detach(args, deployment)
     if args.topology and not args.dry_run:
@@ -224,7 +227,8 @@ def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcS
     shown = {f"{s.name}.{w.key}": w.port for s in specs for w in s.ports if w.port}
     for spec in specs:
         marks = {f"{s.name}.{w.key}": shown.get(f"{s.name}.{w.key}", 0) for s in specs for w in s.ports}
-        lines.append(f"  splitserve {' '.join(fill(spec.argv, marks))}")
+        env = "".join(f"{name}={shlex.quote(fill_word(value, marks))} " for name, value in spec.env.items())
+        lines.append(f"  {env}splitserve {shlex.join(fill(spec.argv, marks))}")
     lines.append("  (port 0 stands for one that is free when it starts)")
     body = {"name": deployment.name, "kernels": path, "processes": [s.to_dict() for s in specs]}
     _print(args, body, lines)

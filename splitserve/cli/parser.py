@@ -50,6 +50,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.set_defaults(run=_later(module, name))
         if name in (chosen, ""):
             describe(own)
+    if chosen == "attend" and "--" in argv:
+        end = list(argv).index("--")
+        args = parser.parse_args(argv[:end])
+        args.rest = tuple(argv[end + 1 :])
+        return args
     if chosen in _OWN_WORDS:
         args = parser.parse_args([chosen])
         args.words = list(argv[1:])
@@ -162,6 +167,24 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control", default="", metavar="SOCKET", help="supervisor to ask when a peer must be fenced"
     )
+    _child(parser)
+
+
+def _attend(parser: argparse.ArgumentParser) -> None:
+    from splitserve.numa import POLICIES
+
+    parser.usage = "splitserve attend --url URL [options] -- PROGRAM WORDS..."
+    parser.set_defaults(rest=())
+    parser.add_argument("--engine", default="engine", metavar="NAME", help="what it is called in messages")
+    parser.add_argument("--url", required=True, metavar="URL", help="where it will answer")
+    parser.add_argument(
+        "--health", default="/health", metavar="PATH", help="answers 200 once it is ready (default: /health)"
+    )
+    parser.add_argument("--cpus", default="", metavar="LIST", help="cpus to bind it to, as 0-3,8")
+    parser.add_argument("--memory-bind", default="none", choices=POLICIES, help="memory policy for --nodes")
+    parser.add_argument("--nodes", default="", metavar="LIST", help="memory nodes")
+    for flag in ("--run-dir", "--control"):  # every engine is given them; others' have no use for them
+        parser.add_argument(flag, default="", help=argparse.SUPPRESS)
     _child(parser)
 
 
@@ -285,6 +308,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "restart": ("restart one process of a deployment", _DEPLOY, _restart),
     "serve": ("one engine behind HTTP", _SERVE, _serve),
     "router": ("one address in front of engines", _SERVE, _router),
+    "attend": ("another engine's server (SGLang, vLLM), for a supervisor", _SERVE, _attend),
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
     "bench": ("measure a server; `bench ops`: the kernels on this GPU", _SERVE, _words),
     "compare": ("does the split pay on these devices?", _SERVE, _words),

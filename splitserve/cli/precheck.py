@@ -1,4 +1,4 @@
-"""What can be known to be wrong about a deployment's models before any process starts. Reads headers, no weights."""
+"""What can be known to be wrong about a deployment's models and engines before any process starts. Reads no weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ from splitserve.launch.deployment import Deployment
 
 
 def check_models(deployment: Deployment) -> None:
-    """Raise the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP."""
+    """Raise the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP.
+
+    Other engines than ours read their models themselves, and know more of them.
+    """
     for group in deployment.groups:
+        if group.program.foreign:
+            continue
         try:
             _check_model(group.engine)
         except SplitserveError as e:
             e.message = f"[{group.role}] {e.message}"
             raise
+
+
+def check_engines(deployment: Deployment) -> list[str]:
+    """Warnings about the versions of other engines. ConfigError, with the line that installs it, for a missing one."""
+    from splitserve.launch.engines import installed
+
+    programs = dict.fromkeys(g.program for g in deployment.groups if g.program.foreign)
+    return [warning for program in programs if (warning := installed.check(program))]
 
 
 def _check_model(engine: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""`serve`, `router`, `verify`, `bench` and `compare`: flags to configs, then the part itself."""
+"""`serve`, `router`, `attend`, `verify`, `bench` and `compare`: flags to configs, then the part itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 
 from splitserve.cli import flags
 from splitserve.config import EngineConfig, RouterConfig, ServerConfig, TransferConfig
+from splitserve.errors import ConfigError
+from splitserve.numa import parse_list
 from splitserve.types import Role
 
 
@@ -31,6 +33,31 @@ def router(args: argparse.Namespace) -> int:
     workers += [Endpoint.parse(text, Role.DECODE) for text in args.decode]
     workers += [Endpoint.parse(text, Role.UNIFIED) for text in args.worker]
     return int(run(config, workers=workers, alive_fd=args.alive_fd))
+
+
+def attend(args: argparse.Namespace) -> int:
+    """Another engine's server, which is bound, watched and ended as ours are."""
+    from splitserve.launch.attend import Attended, run
+
+    if not args.rest:
+        raise ConfigError("splitserve attend has nothing to run", fix="put its command behind `--`")
+    try:
+        cpus, nodes = (tuple(parse_list(text)) for text in (args.cpus, args.nodes))
+    except ValueError as e:
+        raise ConfigError(
+            f"splitserve attend: no list of numbers: {e}", fix="for example --cpus 0-3,8"
+        ) from None
+    words = Attended(
+        args.engine,
+        args.rest,
+        args.url.rstrip("/"),
+        args.health,
+        cpus=cpus,
+        memory=args.memory_bind,
+        nodes=nodes,
+        alive_fd=args.alive_fd,
+    )
+    return run(words)
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from splitserve.launch.commands import with_flags
 from splitserve.launch.identity import Identity, descendants, parent_of
 
 _MAX_LINE = 1 << 16
@@ -108,7 +109,7 @@ def start(
     command: tuple[str, ...],
 ) -> Running:
     """Start `command` + `words` on `cpus`. OSError where the system refuses a process or the log."""
-    line = [*command, *words, "--alive-fd", str(alive.reader)]
+    line = [*command, *with_flags(words, ("--alive-fd", str(alive.reader)))]
     stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         _write_if_possible(stderr, f"$ {' '.join(line)}\n".encode())

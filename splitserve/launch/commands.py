@@ -6,7 +6,8 @@ not chosen yet stand as `{process.port}` and are filled in by `fill`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,8 @@ from splitserve.errors import InvariantError
 
 Ports = Mapping[str, int]
 """Chosen port numbers by "process.port" name, for example {"prefill-0.http": 31001}."""
+
+_MARK = re.compile(r"\{([\w.-]+\.\w+)\}")
 
 
 def to_flags(config: Any, *, skip: Collection[str] = ()) -> list[str]:
@@ -43,15 +46,24 @@ def port_mark(process: str, port: str) -> str:
 
 def fill(words: tuple[str, ...], ports: Ports) -> tuple[str, ...]:
     """Put chosen ports in the place of their marks. InvariantError for a mark without a port."""
-    marks = {f"{{{name}}}": str(port) for name, port in ports.items()}
-    filled = []
-    for word in words:
-        for mark, port in marks.items():
-            word = word.replace(mark, port)  # noqa: PLW2901
-        if "{" in word and word.endswith("}"):
-            raise InvariantError(f"no port chosen for {word}")
-        filled.append(word)
-    return tuple(filled)
+    return tuple(fill_word(word, ports) for word in words)
+
+
+def fill_word(word: str, ports: Ports) -> str:
+    """`fill` for one word: a command's, or an environment variable's value. Other braces, as JSON has, stay."""
+
+    def port(mark: re.Match[str]) -> str:
+        if mark[1] not in ports:
+            raise InvariantError(f"no port chosen for {mark[0]}")
+        return str(ports[mark[1]])
+
+    return _MARK.sub(port, word)
+
+
+def with_flags(words: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
+    """Add flags to one of our commands: before a `--`, behind which another program's words begin."""
+    end = list(words).index("--") if "--" in words else len(words)
+    return (*words[:end], *flags, *words[end:])
 
 
 def reach(host: str) -> str:

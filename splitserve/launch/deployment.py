@@ -1,13 +1,13 @@
 """A deployment file (deploy/*.toml), read and checked into frozen dataclasses. Starts nothing, asks no machine.
 
     [deployment]  name, model, restart ...         DeploymentConfig
-    [engine]      what all engines share           EngineConfig
+    [engine]      what all engines share           ProgramConfig
     [prefill]     replicas and what differs        GroupConfig    \\ a pair, x of these
     [decode]                                       GroupConfig    / and y of those (xPyD)
     [unified]     instead of a pair                GroupConfig
     [transfer] [server] [router]
 
-An engine's settings come from, weakest first: defaults, [deployment] model, [engine], its role's section,
+An engine's settings come from, weakest first: defaults, [deployment] model and engine, [engine], its role's section,
 SPLITSERVE_ENGINE_*, SPLITSERVE_<ROLE>_*, --set engine.*, --set <role>.*. Thus an environment variable beats the
 file and a flag beats both, whichever section they name.
 """
@@ -27,6 +27,7 @@ from splitserve.config import (
     DeploymentConfig,
     EngineConfig,
     GroupConfig,
+    ProgramConfig,
     RouterConfig,
     ServerConfig,
     Setting,
@@ -35,6 +36,8 @@ from splitserve.config import (
     resolve,
 )
 from splitserve.errors import ConfigError
+from splitserve.launch import engines
+from splitserve.launch.engines.seat import Program
 from splitserve.types import Role
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.IGNORECASE)
@@ -46,11 +49,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Equal engines of one role."""
+    """Equal engines of one role. `given` names the settings of `engine` that are not mere defaults."""
 
     role: Role
     replicas: int
     engine: EngineConfig
+    program: Program
+    given: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -100,18 +105,24 @@ def parse(
     given = _Given(tables, source, _flag_layers(overrides), os.environ if environ is None else environ)
     config, settings = given.section(DeploymentConfig, "deployment")
     config = _named(config, stem)
-    given.section(EngineConfig, "engine")  # so that a wrong key is reported under [engine], not under a role
+    given.section(ProgramConfig, "engine")  # so that a wrong key is reported under [engine], not under a role
     groups = []
     for role in _roles(tables, source):
-        group, of_group = given.group(role, config.model)
+        group, of_group = given.group(role, config)
         _check_group(group, role, source)
-        groups.append(Group(role, group.replicas, replace(group.engine(), role=str(role))))
+        groups.append(_group(group, role, _given_names(of_group)))
+        engines.check(groups[-1].program, role, groups[-1].given, source)
         settings += of_group
     transfer, of_transfer = given.section(TransferConfig, "transfer")
     server, of_server = given.section(ServerConfig, "server")
     router, of_router = given.section(RouterConfig, "router")
     settings += [*of_transfer, *of_server, *of_router]
     _check_cpus(groups, source)
+    engines.check_pair({g.role: g.program for g in groups}, source)
+    program = groups[0].program
+    named = {s.name for s in (*of_transfer, *of_server) if s.source != "default"}
+    engines.check_sections(program, transfer, server, named, source)
+    router = _asks(router, program, "engine" in _given_names(of_router), source)
     _check_alike(groups, source)
     return Deployment(
         source.removeprefix("file "), config, tuple(groups), transfer, server, router, tuple(settings)
@@ -132,12 +143,16 @@ class _Given:
         file = (self.source, dict(self.tables.get(name, {})))
         return resolve(cls, name, file, *self.flags.get(name, []), environ=self.env)
 
-    def group(self, role: Role, model: str) -> tuple[GroupConfig, list[Setting]]:
+    def group(self, role: Role, config: DeploymentConfig) -> tuple[GroupConfig, list[Setting]]:
         """A role's section over [engine], in the order that the module's docstring gives."""
-        layers: list[Layer] = [(f"{self.source} [deployment]", {"model": model})] if model else []
+        default = DeploymentConfig()
+        both = {
+            n: getattr(config, n) for n in ("model", "engine") if getattr(config, n) != getattr(default, n)
+        }
+        layers: list[Layer] = [(f"{self.source} [deployment]", both)]
         layers.append((f"{self.source} [engine]", dict(self.tables.get("engine", {}))))
         layers.append((self.source, dict(self.tables[role])))
-        names = {f.name: env_name("engine", f.name) for f in fields(EngineConfig)}
+        names = {f.name: env_name("engine", f.name) for f in fields(ProgramConfig)}
         layers += [(f"environment {n}", {key: self.env[n]}) for key, n in names.items() if n in self.env]
         layers += [*self.flags.get("engine", []), *self.flags.get(role, [])]
         return resolve(GroupConfig, role, *layers, environ=self.env)
@@ -217,6 +232,27 @@ def _named(config: DeploymentConfig, stem: str) -> DeploymentConfig:
             fix="set [deployment] name to at most 40 letters, digits, dots, dashes or underscores",
         )
     return replace(config, name=name)
+
+
+def _given_names(settings: Sequence[Setting]) -> frozenset[str]:
+    """Which of them stand somewhere, without their section's name."""
+    return frozenset(s.name.partition(".")[2] for s in settings if s.source != "default")
+
+
+def _group(group: GroupConfig, role: Role, given: frozenset[str]) -> Group:
+    program = Program(group.engine, group.python, group.args, group.env)
+    return Group(role, group.replicas, replace(group.settings(), role=str(role)), program, given)
+
+
+def _asks(router: RouterConfig, program: Program, given: bool, source: str) -> RouterConfig:
+    """The router speaks the protocol of the engines that it stands in front of."""
+    if given and router.engine != program.name:
+        raise ConfigError(
+            f"{source}: [router] engine is {router.engine}, but the engines are {program.name}",
+            field="engine",
+            fix="remove it there: [deployment] engine says it for all",
+        )
+    return replace(router, engine=program.name)
 
 
 def _check_group(group: GroupConfig, role: Role, source: str) -> None:

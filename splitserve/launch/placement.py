@@ -15,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from splitserve.config import EngineConfig, TransferConfig
+from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
-from splitserve.launch.commands import port_mark, reach, to_flags, url
-from splitserve.launch.deployment import Deployment
+from splitserve.launch import engines as engines_of
+from splitserve.launch.commands import port_mark, to_flags, url
+from splitserve.launch.deployment import Deployment, Group
+from splitserve.launch.engines.seat import Seat
 from splitserve.launch.topology import Core, Gpu, Topology
 from splitserve.numa import expected_policy, share_of
 from splitserve.types import Role
@@ -67,6 +69,7 @@ class _Engine:
     role: Role
     config: EngineConfig
     index: int  # among all engines, in starting order
+    group: Group
     cores: tuple[Core, ...] = ()
     cpus: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -114,7 +117,7 @@ def _engines(deployment: Deployment) -> list[_Engine]:
             cpus = group.engine.cpus
             share = len(cpus) // group.replicas
             own = replace(group.engine, cpus=cpus[i * share : (i + 1) * share])
-            found.append(_Engine(f"{group.role}-{i}", group.role, own, len(found)))
+            found.append(_Engine(f"{group.role}-{i}", group.role, own, len(found), group))
     return found
 
 
@@ -289,42 +292,47 @@ def _engine_spec(
     engine: _Engine, deployment: Deployment, front: tuple[int, ...], topology: Topology
 ) -> ProcSpec:
     node, policy, memory = _bind_memory(engine, topology)
-    config = replace(
-        engine.config, cpus=engine.cpus, gpus=(), node=-1 if node is None else node, memory_bind=policy
+    nodes = _bound_nodes(policy, node, topology)
+    seat = Seat(
+        name=engine.name,
+        role=engine.role,
+        config=engine.config,
+        transfer=deployment.transfer,
+        server=deployment.server,
+        program=engine.group.program,
+        given=engine.group.given,
+        ready_timeout_s=deployment.config.ready_timeout_s,
+        num_prefills=sum(g.replicas for g in deployment.groups if g.role is Role.PREFILL),
+        cpus=engine.cpus,
+        gpus=engine.gpus,
+        node=node,
+        memory=policy,
+        nodes=nodes,
     )
-    server, transfer = deployment.server, _allow(deployment.transfer, reach(deployment.server.host))
-    ports = [PortWish("http", server.host, server.port + engine.index if server.port else 0)]
-    words = [
-        "serve",
-        engine.config.model,
-        *to_flags(config, skip=("model",)),
-    ]
-    words += [*to_flags(server, skip=("port",)), "--port", port_mark(engine.name, "http")]
-    words += to_flags(transfer, skip=("bootstrap_port",))
-    if engine.role is Role.PREFILL:
-        wanted = transfer.bootstrap_port
-        ports.append(PortWish("bootstrap", server.host, wanted + engine.index if wanted else 0))
-        words += ["--bootstrap-port", port_mark(engine.name, "bootstrap")]
-    elif sum(g.replicas for g in deployment.groups if g.role is Role.PREFILL) == 1:
-        words += ["--peer-port", port_mark("prefill-0", "bootstrap")]  # a null can mean no other
-    env = {"OMP_NUM_THREADS": str(engine.config.threads or max(1, len(engine.cpus) // engine.config.tp))}
-    if engine.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = _list(engine.gpus)
+    words, env = engines_of.command(seat)
     return ProcSpec(
         name=engine.name,
         role=str(engine.role),
         stage=0,
-        argv=tuple(words),
+        argv=words,
         env=env,
         cpus=engine.cpus,
         front_cpus=front,
         memory_node=node,
-        memory=expected_policy(policy, _bound_nodes(policy, node, topology)),
+        memory=expected_policy(policy, nodes),
         gpus=engine.gpus,
         tp=engine.config.tp,
-        ports=tuple(ports),
+        ports=_ports(engine, deployment),
         why=(*engine.why, memory),
     )
+
+
+def _ports(engine: _Engine, deployment: Deployment) -> tuple[PortWish, ...]:
+    """What it listens on; numbers named in the deployment count up from engine to engine."""
+    host = deployment.server.host
+    named = {"http": deployment.server.port, "bootstrap": deployment.transfer.bootstrap_port}
+    keys = ("http", *engines_of.ports(engine.group.program, engine.role))
+    return tuple(PortWish(k, host, named[k] + engine.index if named.get(k) else 0) for k in keys)
 
 
 def _router_spec(
@@ -336,8 +344,10 @@ def _router_spec(
     for e in engines:
         at = url(deployment.server.host, port_mark(e.name, "http"))
         match e.role:
-            case Role.PREFILL:
+            case Role.PREFILL if "bootstrap" in engines_of.ports(e.group.program, e.role):
                 words += ["--prefill", f"{at},{port_mark(e.name, 'bootstrap')}"]
+            case Role.PREFILL:
+                words += ["--prefill", at]
             case Role.DECODE:
                 words += ["--decode", at]
             case Role.UNIFIED:
@@ -365,12 +375,6 @@ def _router_spec(
             "starts when every engine is ready, since it is ready only after a token through each pair",
         ),
     )
-
-
-def _allow(transfer: TransferConfig, host: str) -> TransferConfig:
-    """Let requests name `host` as their rendezvous: the router takes it from the engines' URLs."""
-    known = transfer.allow_hosts
-    return transfer if host in known else replace(transfer, allow_hosts=(*known, host))
 
 
 def _list(numbers: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from splitserve import numa
 from splitserve.errors import RequestError
 from splitserve.launch import children, control, logs, probe
-from splitserve.launch.commands import fill, url
+from splitserve.launch.commands import fill, fill_word, url, with_flags
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.fence import fence
 from splitserve.launch.identity import Identity, descendants
@@ -215,7 +215,7 @@ class Supervisor:
         words = fill(spec.argv, self._ports)
         own = self._run_dir.path / spec.name
         if spec.stage == 0:  # engines keep sockets of their own, and may ask to have a silent peer fenced
-            words += ("--run-dir", str(own), "--control", str(self._run_dir.control))
+            words = with_flags(words, ("--run-dir", str(own), "--control", str(self._run_dir.control)))
         try:
             if spec.stage == 0:
                 own.mkdir(mode=0o700, exist_ok=True)
@@ -224,7 +224,9 @@ class Supervisor:
                 self._run_dir.log(spec.name),
                 alive=self._alive,
                 cpus=spec.front_cpus,
-                env=children.child_env(spec.env, os.environ),
+                env=children.child_env(
+                    {name: fill_word(value, self._ports) for name, value in spec.env.items()}, os.environ
+                ),
                 command=self._command,
             )
         except (

@@ -145,8 +145,8 @@ class RouterApp:
 
     async def _health_generate(self, request: Request, responder: Responder) -> None:
         """A real token through a chosen route."""
-        body = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
-        ask = Request("POST", b"/generate", request.raw_headers, body)
+        path, body = self._proxy.dialect.probe
+        ask = Request("POST", path.encode(), request.raw_headers, body)
         self._proxy.handle(ask, responder)
         await responder.finished()
 

@@ -116,8 +116,11 @@ def _of_event(member: Member, event: bytes) -> Failure | None:
     error = _error_of(payload)
     if not error:
         return None
-    mistake = error.get("type") == "invalid_request_error"
-    code = str(error.get("code", ""))
+    told = error.get("code", "")
+    # SGLang and vLLM put an HTTP status where ours has a name.
+    is_status = isinstance(told, int) and not isinstance(told, bool)
+    mistake = 400 <= told < 500 if is_status else error.get("type") == "invalid_request_error"
+    code = "engine_error" if is_status else str(told)
     return Failure(
         member, PeerLost(f"{member.id}: {error.get('message')}"), 400 if mistake else 503, payload, code=code
     )

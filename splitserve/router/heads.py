@@ -40,9 +40,10 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-def forwarded_lines(headers: RawHeaders) -> bytes:
-    """Header lines of a client's request that the engines should see."""
-    return b"".join([b"%s: %s\r\n" % (n, v) for n, v in headers if n.lower() in FORWARDED])
+def forwarded_lines(headers: RawHeaders, *, but: frozenset[bytes] = frozenset()) -> bytes:
+    """Header lines of a client's request that the engines should see. `but`: those that the router sends itself."""
+    names = FORWARDED - but if but else FORWARDED
+    return b"".join([b"%s: %s\r\n" % (n, v) for n, v in headers if n.lower() in names])
 
 
 def request_parts(method: str, target: bytes, lines: bytes, body: bytes) -> tuple[bytes, bytes]:

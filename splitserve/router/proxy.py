@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from splitserve import log
 from splitserve.config import RouterConfig
-from splitserve.errors import Overloaded, PeerLost, SplitserveError
+from splitserve.errors import NotFound, Overloaded, PeerLost, SplitserveError
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 from splitserve.net.upstream import Lost, Origin, Pool
 
+from .dialects import dialect
 from .fleet import Fleet, Member
 from .leg import Leg
 from .metrics import Metrics
@@ -49,6 +50,7 @@ class Proxy:
         self.config = config
         self.fleet = fleet
         self.chooser = chooser
+        self.dialect = dialect(config.engine)
         self.metrics = Metrics()
         self.now = now
         self.loop = asyncio.get_running_loop()
@@ -74,9 +76,11 @@ class Proxy:
             raise Overloaded(
                 f"{self.config.max_requests} requests are running, the most allowed", retry_after_s=1.0
             )
-        has_seed = request.path.startswith(
-            "/v1/"
-        )  # /generate keeps it inside sampling_params: engines use the room
+        if request.path not in self.dialect.paths:
+            self.metrics.count("client_error")
+            raise NotFound(f"{self.dialect.name} has no {request.path}", fix="use /v1/completions")
+        # /generate keeps it inside sampling_params: engines use the room
+        has_seed = self.dialect.adds_seed and request.path.startswith("/v1/")
         wants_chain = self.chooser.wants_chain(self.fleet)
         try:
             prepared = prepare(

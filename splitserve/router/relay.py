@@ -9,15 +9,14 @@
         503 JSON                      that answer
 
 Until decode's first body byte the client has received nothing, so every failure has a truthful status and may be
-tried again with a new room. The client's head is decode's head, sent together with that byte: from then on the request
-is *committed*. A body that is not a stream is kept until it is whole (up to leg.MAX_KEPT), so it is never cut.
+tried again with a new room. The client's head is decode's, sent together with that byte: then the request is
+*committed*. A body that is not a stream is kept until it is whole (up to leg.MAX_KEPT), so it is never cut.
 
-A committed stream that breaks is continued by another engine if its own has told how (trail.py): the same request goes
-out with the tokens that came so far, and what the new engine sends follows what the client has. *Begun* is said of a
+A committed stream that breaks is continued by another engine if its own has told how (trail.py). *Begun* is said of a
 try, *committed* of the request; they differ only while such a stream waits for its next engine.
 
-When prefill's connection breaks and no other prefill can take over, decode may still recover by computing the prompt
-itself: it has `prefill_grace_s` to show a byte.
+Which leg is sent what, and when, is the engines' dialect (dialects/). Where that lets decode compute a prompt itself, a
+lost prefill that no other can replace leaves it `prefill_grace_s` to show a byte.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from splitserve.net.responder import Responder
 from splitserve.net.upstream import Lost
 
 from . import failure
+from .dialects import Opening
 from .failure import Failure
 from .fleet import Member, Reject, Route
 from .heads import forwarded_lines, request_parts, response_head, route_lines
@@ -71,6 +71,7 @@ class Relay:
         "_num_kept",
         "_num_resumed",
         "_num_tries",
+        "_opening",
         "_prefill",
         "_prepared",
         "_proxy",
@@ -93,8 +94,9 @@ class Relay:
         self._responder = responder
         self._prepared = prepared
         self._features = features
-        self._lines = forwarded_lines(request.raw_headers)
+        self._lines = forwarded_lines(request.raw_headers, but=proxy.dialect.own_lines)
         self._route: Route | None = None
+        self._opening = Opening(b"", b"")
         self._answer: Leg | None = None
         self._prefill: Leg | None = None
         self._num_tries = 0
@@ -147,23 +149,21 @@ class Relay:
         self._send(route)
 
     def _send(self, route: Route) -> None:
-        """Both legs at once, with the same bytes."""
-        prepared = self._prepared
+        """What the engines' dialect begins with: both legs at once, or prefill alone."""
+        proxy = self._proxy
         more = self._trail.field() if self._committed and self._trail is not None else b""
+        self._opening = proxy.dialect.opening(self._prepared, route, proxy.draw_room, more)
         self._answer = answer = Leg(route.answer, self, answers=True)
-        if route.prefill is None:
-            body = prepared.plain(more)
-            legs = [answer]
-        else:
-            host, port = route.prefill.origin.host, route.prefill.bootstrap_port
-            body = prepared.with_room(host, port, self._proxy.draw_room(), more)
-            self._prefill = Leg(route.prefill, self, answers=False, keeps=prepared.wants_input_logprobs)
-            legs = [self._prefill, answer]
-        before, after = request_parts(self._request.method, self._request.origin_form, self._lines, body)
-        for leg in legs:
-            self._proxy.send(leg, before + self._proxy.authority(leg.member) + after)
-            if self._answer is not answer:  # lost already
-                return
+        if self._opening.to_prefill and route.prefill is not None:
+            self._prefill = Leg(route.prefill, self, answers=False, keeps=self._opening.keeps)
+            self._start(self._prefill, self._opening.to_prefill)
+        if self._opening.to_answer and self._answer is answer:  # else lost already
+            self._start(answer, self._opening.to_answer)
+
+    def _start(self, leg: Leg, body: bytes) -> None:
+        lines = self._opening.lines + self._lines
+        before, after = request_parts(self._request.method, self._request.origin_form, lines, body)
+        self._proxy.send(leg, before + self._proxy.authority(leg.member) + after)
 
     # -------------------------------------------------------------- told by legs
 
@@ -211,6 +211,9 @@ class Relay:
             self._failed(failure.of_answer(leg))
         elif leg is self._prefill and leg.error_event and not self._begun:
             self._prefill_failed(leg, failure.of_error_event(leg))
+        elif leg is self._prefill and self._answer is not None and not self._opening.to_answer:
+            self._sent_at = self._proxy.now()
+            self._start(self._answer, self._proxy.dialect.after_prefill(self._prepared, leg.body))
         elif leg is self._answer and self._committed and not self._begun:
             self._failed(failure.of_loss(leg.member, "ended a stream without an event"))
         elif leg is self._answer or (
@@ -235,7 +238,7 @@ class Relay:
 
     def _prefill_failed(self, leg: Leg, told: Failure) -> None:
         """Before decode has shown a byte: another prefill, or a grace in which decode may compute the prompt itself."""
-        if told.is_refusal or self._can_replace(leg):
+        if told.is_refusal or not self._proxy.dialect.decode_recovers or self._can_replace(leg):
             self._failed(told)
             return
         self._proxy.fleet.failed(leg.member, self._proxy.now())
@@ -394,11 +397,7 @@ class Relay:
         if now > self.deadline:
             limit = self._proxy.config.request_deadline_s
             error = DeadlineExceeded(f"the request took longer than {limit:g} s, over all stages")
-            if self._committed:
-                self._break_off(error)
-            else:
-                self._finish("deadline")
-                self._responder.fail(error)
+            self.cancel(error, outcome="deadline")
             return
         if self._route is None or now - max(self.heard_at, self._sent_at) < silence_s:
             return
@@ -409,12 +408,12 @@ class Relay:
     def uses(self, member: Member) -> bool:
         return self._route is not None and member in self._route.members
 
-    def cancel(self, error: SplitserveError) -> None:
+    def cancel(self, error: SplitserveError, *, outcome: str = "lost") -> None:
         """End it now, whatever its state: the router stops, or an operator removed the engine."""
         if self._committed:
             self._break_off(error)
         else:
-            self._finish("lost")
+            self._finish(outcome)
             self._responder.fail(error)
 
     # -------------------------------------------------------------- ends

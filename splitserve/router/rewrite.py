@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.errors import RequestError
 
-OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "splitserve_resume")
+OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "splitserve_resume", "kv_transfer_params")
 ROOM_SPACE = 1 << 16  # rooms that one request may use, one for each choice
 
 _NONE = msgspec.Raw(b"")
@@ -38,6 +38,7 @@ class Asked(msgspec.Struct):
     bootstrap_port: Any = msgspec.UNSET
     bootstrap_room: Any = msgspec.UNSET
     splitserve_resume: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
 
     @property
     def names_ours(self) -> bool:
@@ -48,6 +49,7 @@ class Asked(msgspec.Struct):
             and self.bootstrap_host is unset
             and self.bootstrap_port is unset
             and self.splitserve_resume is unset
+            and self.kv_transfer_params is unset
         )
 
     @property

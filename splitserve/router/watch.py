@@ -19,10 +19,10 @@ from splitserve.errors import PeerLost, SplitserveError
 from splitserve.net.client import Client, ClientResponse, Unreachable
 from splitserve.types import Role
 
-from .fleet import Fleet, LoadSnapshot, Member, PairProblem
+from .dialects import dialect
+from .fleet import Fleet, LoadSnapshot, Member, PairProblem, Route
 from .rewrite import prepare
 
-PROBE_BODY = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
 PROBE_TIMEOUT_S = 60.0  # the first token of a cold engine takes long
 HEALTH_TIMEOUT_S = 3.0  # a machine whose every core computes answers late; death is seen by other means
 
@@ -55,6 +55,7 @@ class Watch:
         self._fleet = fleet
         self._client = client
         self._draw_room = draw_room
+        self._dialect = dialect(config.engine)
         self._headers = (*headers, ("content-type", "application/json"))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._proving: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -99,7 +100,7 @@ class Watch:
                 raise PeerLost(f"/health answered {answer.status}")
             load = await self._load(url, timeout_s)
             port = None
-            if member.role is Role.PREFILL and member.bootstrap_port is None:
+            if self._lacks_rendezvous(member):
                 port = await self._bootstrap_port(url, timeout_s)
         except SplitserveError as e:
             if self._fleet.unhealthy(member, e.message, certain=isinstance(e, Unreachable)):
@@ -111,9 +112,9 @@ class Watch:
 
     async def _load(self, url: str, timeout_s: float) -> LoadSnapshot:
         answer = await self._client.request(
-            "GET", f"{url}/get_load", headers=self._headers, timeout_s=timeout_s
+            "GET", url + self._dialect.load_path, headers=self._headers, timeout_s=timeout_s
         )
-        return read_load(answer)
+        return self._dialect.load(answer)
 
     async def _bootstrap_port(self, url: str, timeout_s: float) -> int | None:
         """What a prefill engine says of its own rendezvous; None where it does not say."""
@@ -151,16 +152,25 @@ class Watch:
         self._fleet.prove(prefill, answer)
         _log.info("a token came through %s", name)
 
+    def _lacks_rendezvous(self, member: Member) -> bool:
+        return self._dialect.has_rendezvous and member.role is Role.PREFILL and member.bootstrap_port is None
+
     async def _one_token(self, prefill: Member | None, answer: Member) -> None:
-        prepared = prepare(PROBE_BODY, seed=None)
-        if prefill is None:
-            await self._ask(answer, prepared.plain())
-            return
-        if prefill.bootstrap_port is None:
+        if prefill is not None and self._lacks_rendezvous(prefill):
             raise PeerLost(
                 f"{prefill.id} has no bootstrap port: give it as --prefill {prefill.endpoint.url},PORT"
             )
-        body = prepared.with_room(prefill.origin.host, prefill.bootstrap_port, self._draw_room())
+        prepared = prepare(self._dialect.probe[1], seed=None)
+        opening = self._dialect.opening(prepared, Route(prefill, answer), self._draw_room, b"")
+        if prefill is None:
+            await self._ask(answer, opening.to_answer)
+        elif not opening.to_answer:  # decode's request is made of prefill's answer
+            first = await self._ask(prefill, opening.to_prefill)
+            await self._ask(answer, self._dialect.after_prefill(prepared, first, must_cross=True))
+        else:
+            await self._ask_both(prefill, answer, opening.to_answer)
+
+    async def _ask_both(self, prefill: Member, answer: Member, body: bytes) -> None:
         legs = {asyncio.create_task(self._ask(member, body)) for member in (prefill, answer)}
         done, pending = await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION)
         for task in pending:  # the other half of a failed one would only wait
@@ -169,28 +179,14 @@ class Watch:
         for task in done:
             task.result()
 
-    async def _ask(self, member: Member, body: bytes) -> None:
-        url = f"{member.endpoint.url}/generate"
+    async def _ask(self, member: Member, body: bytes) -> bytes:
+        url = member.endpoint.url + self._dialect.probe[0]
         found = await self._client.request(
             "POST", url, body=body, headers=self._headers, timeout_s=PROBE_TIMEOUT_S
         )
         if found.status != 200 or not found.body:
             raise _Refused(member.id, found)
-
-
-def read_load(answer: ClientResponse) -> LoadSnapshot:
-    """/get_load as a list of one entry a data-parallel rank (SGLang) or as one object; zeros where it is silent."""
-    decoded = _decoded(answer)
-    entries = decoded if isinstance(decoded, list) else [decoded]
-    sums = dict.fromkeys(("num_reqs", "num_waiting_reqs", "queued_tokens", "free_pages", "total_pages"), 0)
-    for entry in entries:
-        for name in sums:
-            value = entry.get(name) if isinstance(entry, dict) else None
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
-                sums[name] += int(value)
-    waiting = sums["num_waiting_reqs"]
-    running = max(0, sums["num_reqs"] - waiting)
-    return LoadSnapshot(running, waiting, sums["queued_tokens"], sums["free_pages"], sums["total_pages"])
+        return found.body
 
 
 def _error_of(answer: ClientResponse) -> dict[str, Any]:
