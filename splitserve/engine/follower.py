@@ -15,6 +15,8 @@ _log = log.get(__name__)
 
 IDLE_S = 0.5
 PORT_POLL_S = 0.001
+ARRIVAL_S = 0.005
+"""Most time that a peer's write lies here unnoticed: nobody tells a rank that one is coming, and no descriptor does."""
 
 
 class Watched:
@@ -55,8 +57,7 @@ class Follower:
         while not self._stopping:
             self._turn()
             port = self._watched.port
-            patience = PORT_POLL_S if port is not None and port.moving() else IDLE_S
-            if not self._waiting.wait(patience, port.fds() if port is not None else ()):
+            if not self._waiting.wait(patience(port), port.fds() if port is not None else ()):
                 _log.info("the server has gone; leaving")
                 return
 
@@ -71,3 +72,10 @@ class Follower:
                     self._watched.port.post(message)
         if seen := self._watched.take():
             self._line.send(Events(seen))
+
+
+def patience(port: Port | None) -> float:
+    """Seconds to sleep where no message comes."""
+    if port is None:
+        return IDLE_S
+    return PORT_POLL_S if port.moving() else ARRIVAL_S
