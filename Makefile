@@ -6,6 +6,7 @@
 #   make kernels     every form of every GPU kernel, compiled and checked for five architectures (no GPU; half an hour)
 #   make bench-cpu [PEERS=...]    this CPU's bounds, our servers, and others beside them (benchmarks/serve/peers.py says how)
 #   make bench-router TOOLS=DIR   our router against sglang_router and vllm-router (benchmarks/serve/router.py says how)
+#   make engines-vllm      a real pair of vLLM servers behind our router against one of them (two cores, 2 GB, 10 minutes)
 #   make lint        the checks without the tests
 #   make clean       remove .venv and every cache
 
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow kernels bench-cpu bench-router lint format clean venv venv-demo
+.PHONY: demo test test-slow kernels bench-cpu bench-router engines-vllm lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
@@ -35,6 +36,11 @@ bench-cpu: venv
 
 bench-router: venv
 	$(BIN)/python -m benchmarks.serve.router --tools $(TOOLS)
+
+engines-vllm: venv
+	$(PYTHON) scripts/vllm_venv.py
+	test -e .cache/engines/smollm2-135m-f32/config.json || $(BIN)/python -m benchmarks.serve.as_safetensors .cache/engines/smollm2-135m-f32
+	$(BIN)/python -m benchmarks.serve.engines --python .venv-vllm/bin/python
 
 lint: venv
 	$(BIN)/ruff check
