@@ -7,6 +7,7 @@
 #   make bench-cpu [PEERS=...]    this CPU's bounds, our servers, and others beside them (benchmarks/serve/peers.py says how)
 #   make bench-router TOOLS=DIR   our router against sglang_router and vllm-router (benchmarks/serve/router.py says how)
 #   make engines-vllm      a real pair of vLLM servers behind our router against one of them (two cores, 2 GB, 10 minutes)
+#   make engines-sglang    our command lines before SGLang's own argument parser, from its wheel
 #   make lint        the checks without the tests
 #   make clean       remove .venv and every cache
 
@@ -14,7 +15,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-slow kernels bench-cpu bench-router engines-vllm lint format clean venv venv-demo
+.PHONY: demo test test-slow kernels bench-cpu bench-router engines-vllm engines-sglang lint format clean venv venv-demo
 
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
@@ -41,6 +42,10 @@ engines-vllm: venv
 	$(PYTHON) scripts/vllm_venv.py
 	test -e .cache/engines/smollm2-135m-f32/config.json || $(BIN)/python -m benchmarks.serve.as_safetensors .cache/engines/smollm2-135m-f32
 	$(BIN)/python -m benchmarks.serve.engines --python .venv-vllm/bin/python
+
+engines-sglang: venv
+	test -d .cache/engines/sglang || $(BIN)/python -m pip install --quiet --no-deps --target .cache/engines/sglang sglang==0.5.23
+	SPLITSERVE_TEST_SGLANG=$(CURDIR)/.cache/engines/sglang $(BIN)/python -m pytest -q -rs -m slow tests/proc/test_sglang_wheel.py
 
 lint: venv
 	$(BIN)/ruff check
