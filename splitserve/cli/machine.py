@@ -9,13 +9,14 @@ from dataclasses import asdict
 
 from splitserve import __version__
 from splitserve.cli import report
+from splitserve.launch import drawing
 from splitserve.launch import topology as machine
 
 
 def topology(args: argparse.Namespace) -> int:
     """Cpus, memory nodes, limits and GPUs that a deployment may use here."""
     found = machine.read()
-    print(json.dumps(found.to_dict()) if args.json else "\n".join(machine.draw(found)))
+    print(json.dumps(found.to_dict()) if args.json else "\n".join(drawing.draw(found)))
     return 0
 
 

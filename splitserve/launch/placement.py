@@ -21,7 +21,8 @@ from splitserve.launch import engines as engines_of
 from splitserve.launch.commands import port_mark, to_flags, url
 from splitserve.launch.deployment import Deployment, Group
 from splitserve.launch.engines.seat import Seat
-from splitserve.launch.topology import Core, Gpu, Topology
+from splitserve.launch.nvml import Gpu
+from splitserve.launch.topology import Core, Topology
 from splitserve.numa import expected_policy, share_of
 from splitserve.types import Role
 

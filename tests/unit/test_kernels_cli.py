@@ -10,7 +10,8 @@ import pytest
 from splitserve import cli
 from splitserve.errors import ConfigError
 from splitserve.launch.doctor import _kernels
-from splitserve.launch.topology import Gpu, Topology
+from splitserve.launch.nvml import Gpu
+from splitserve.launch.topology import Topology
 from splitserve.ops.bench.words import from_words
 from splitserve.ops.kernels import archs
 from splitserve.ops.kernels.archs import kernel_path
