@@ -10,16 +10,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import psutil
 import torch
 
 from splitserve import log, numa, wire
 from splitserve.config import EngineConfig
 from splitserve.dist.group import SoloGroup, TorchGroup
-from splitserve.engine import memory
-from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Poison, Ranks
+from splitserve.engine import device, memory
+from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Loaded, Poison, Ranks, Sized
 from splitserve.engine.constraint import Constraints
 from splitserve.engine.controls import Controls
+from splitserve.engine.digests import DeviceDigests
 from splitserve.engine.drafting import DraftingModel
 from splitserve.engine.fencing import Fencing
 from splitserve.engine.follower import Follower, Watched
@@ -31,6 +31,7 @@ from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.throttle import Launches, Throttled
 from splitserve.engine.transfers import Transfers
+from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
 from splitserve.models import registry
@@ -86,9 +87,10 @@ class Builder:
         self.config = start.engine
         self.closing = closing
         self.say = say
-        self.device = torch.device(start.engine.device)
+        self.device = device.take(start.engine.device, rank=start.rank, tp=start.tp)
         self.faults = Faults() if start.engine.allow_faults else None
         self.bootstrap_port = 0
+        self._progress: Callable[[], None] = _nothing
         self.source = locate(self.config.model)
         self.cfg = read_config(self.source)
         self.dtype = dtype_of(self.config, self.cfg)
@@ -99,33 +101,32 @@ class Builder:
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
 
     def rank0(self, link: ServerLink, alive_fd: int | None) -> Engine:
-        capacity = memory.size(
-            self.config,
-            self.layout,
-            model_max_len=self.cfg.max_len,
-            free_bytes=psutil.virtual_memory().available // self.start.tp,
-        )
+        self._capacity(
+            self._free_bytes()
+        )  # what cannot fit even an empty device is told before weights are read
         ranks = Ranks(self.start.run_dir, self.start.name, self.start.tp)
         self.closing.callback(ranks.close)
         listening = socket.create_server(("127.0.0.1", 0))
         # The engine's id is another one for each life, so that peers take a restarted engine for a new one.
-        join = Join(
-            f"{self.start.name}-{uuid.uuid4().hex[:12]}",
-            listening.getsockname()[1],
-            capacity.num_pages,
-            capacity.num_slots + capacity.num_snapshots,
-        )
+        join = Join(f"{self.start.name}-{uuid.uuid4().hex[:12]}", listening.getsockname()[1])
         ranks.send(join)
         group = self._group(join.group_port, listening)
         model = self._load(group)
-        port, pool = self._memory(join)
+        capacity = self._capacity(min([self._free_bytes(), *ranks.free_bytes()]))
+        sized = Sized(capacity.num_pages, capacity.num_slots + capacity.num_snapshots)
+        ranks.send(sized)
+        port, pool = self._memory(join.engine_id, sized)
         cards = ranks.cards()
         scheduler = self._scheduler(capacity)
-        transfers = self._transfers(port, cards, ranks, scheduler) if port else None
-        progress = transfers.progress if transfers else _nothing
-        runner: Launches = self._runner(model, pool, group, progress)
+        runner: Launches = self._runner(model, pool, group, self._between_layers)
+        clock = None
+        if port and self.device.type == "cuda":
+            runner = clock = device.Clocked(runner)
+        transfers = self._transfers(port, cards, ranks, scheduler, clock) if port else None
+        if transfers:
+            self._progress = transfers.progress
         if self.faults:
-            runner = Throttled(runner, self.faults, progress=progress)
+            runner = Throttled(runner, self.faults, progress=self._between_layers)
         controls = Controls(
             scheduler,
             AllPools(pool, ranks),
@@ -149,11 +150,22 @@ class Builder:
         join = line.wait(JOIN_S)
         group = self._group(join.group_port, None)
         model = self._load(group)
-        port, pool = self._memory(join)
+        line.send(Loaded(self._free_bytes()))
+        port, pool = self._memory(join.engine_id, line.wait(JOIN_S))
         watched = Watched(port)
         runner = self._runner(model, pool, group, watched.progress)
         line.send(Joined(self.start.rank, port.card if port else None))
         return Follower(line, runner, pool=pool, watched=watched, alive_fd=alive_fd)
+
+    def _between_layers(self) -> None:
+        """What a step does on its way, once there are transfers: they need the runner's clock, so they come later."""
+        self._progress()
+
+    def _free_bytes(self) -> int:
+        return device.free_bytes(self.device, tp=self.start.tp)
+
+    def _capacity(self, free_bytes: int) -> memory.Capacity:
+        return memory.size(self.config, self.layout, model_max_len=self.cfg.max_len, free_bytes=free_bytes)
 
     def _group(self, port: int, listening: socket.socket | None) -> SoloGroup | TorchGroup:
         """The TP group. Rank 0 hands over the socket that it has told the others, so that nobody else can take it."""
@@ -174,39 +186,31 @@ class Builder:
         return group
 
     def _load(self, group: SoloGroup | TorchGroup) -> Model:
-        model = registry.build(
-            self.cfg, group, dtype=self.dtype, device=self.config.device, draft=self.drafts
-        )
-        registry.load(
-            model,
-            self.cfg,
-            self.source,
-            dummy=self.config.dummy_weights,
-            progress=lambda done: self.say("weights", done),
-        )
+        with device.in_memory(self.device, f"the share of rank {self.start.rank} in the weights"):
+            model = registry.build(
+                self.cfg, group, dtype=self.dtype, device=str(self.device), draft=self.drafts
+            )
+            registry.load(
+                model,
+                self.cfg,
+                self.source,
+                dummy=self.config.dummy_weights,
+                progress=lambda done: self.say("weights", done),
+            )
         return model
 
-    def _memory(self, join: Join) -> tuple[Port | None, Pool]:
+    def _memory(self, engine_id: str, sized: Sized) -> tuple[Port | None, Pool]:
         """The slabs, in memory that the transport can register. A unified engine meets nobody and pays for none."""
-        transport: Transport | None = None
-        if self.config.role != "unified":
-            self.say("transport", 0.0)
-            transport = transports.make(
-                self.start.transfer.transport,
-                agent_name=f"{join.engine_id}.{self.start.rank}",
-                config=self.start.transfer,
-            )
-            if self.faults:
-                transport = Paced(transport, self.faults)
-            self.closing.callback(transport.close)
+        transport = self._transport(engine_id) if self.config.role != "unified" else None
         self.say("memory", 0.0)
+        on_host = transport is not None and self.device.type == "cpu"
         pool = Pool(
             self.specs,
             layout=self.layout,
-            num_pages=join.num_pages,
-            num_slots=join.num_slots,
+            num_pages=sized.num_pages,
+            num_slots=sized.num_slots,
             device=self.device,
-            allocate=transport.allocate if transport else _plain_memory,
+            allocate=transport.allocate if transport and on_host else device.allocator(self.device),
         )
         self.closing.callback(pool.close)
         if transport is None:
@@ -215,13 +219,33 @@ class Builder:
             transport,
             layout=self.layout,
             slabs=pool.slabs,
-            engine=join.engine_id,
+            engine=engine_id,
             rank=self.start.rank,
             size=self.start.tp,
             faults=self.faults,
             weights=self._fingerprint(),
         )
+        if not on_host:
+            port.digests = DeviceDigests(pool.memory)
         return port, pool
+
+    def _transport(self, engine_id: str) -> Transport:
+        """Made when the device is current and has been used: NIXL looks at it. Raises ConfigError."""
+        name = self.start.transfer.transport
+        if name == "local" and self.device.type == "cuda":
+            raise ConfigError(
+                "transport is local, which moves host memory only, and the state lies on a GPU",
+                field="transport",
+                fix="transport = 'nixl' (pip install nixl)",
+            )
+        self.say("transport", 0.0)
+        transport = transports.make(
+            name, agent_name=f"{engine_id}.{self.start.rank}", config=self.start.transfer
+        )
+        if self.faults:
+            transport = Paced(transport, self.faults)
+        self.closing.callback(transport.close)
+        return transport
 
     def _fingerprint(self) -> str:
         """Of the weights and of what else turns a token into the same state: the positions' angles."""
@@ -262,7 +286,14 @@ class Builder:
         )
         return Scheduler(cache, limits)
 
-    def _transfers(self, port: Port, cards: list[Card], ranks: Ranks, scheduler: Scheduler) -> Transfers:
+    def _transfers(
+        self,
+        port: Port,
+        cards: list[Card],
+        ranks: Ranks,
+        scheduler: Scheduler,
+        clock: device.Clock | None,
+    ) -> Transfers:
         fence = Fencing(self.start.fence_socket)
         self.closing.callback(fence.close)
         ports = PortGroup(port, cards=(port.card, *cards), send=ranks.send)
@@ -273,7 +304,11 @@ class Builder:
         self.closing.callback(sender.close)
         receiver = Receiver(ports, config=config, fence=fence)
         self.closing.callback(receiver.close)
-        return Transfers(sender, receiver, ports=ports, scheduler=scheduler, deadline_s=config.deadline_s)
+        transfers = Transfers(
+            sender, receiver, ports=ports, scheduler=scheduler, deadline_s=config.deadline_s
+        )
+        transfers.clock = clock
+        return transfers
 
     def _facts(self, join: Join, capacity: memory.Capacity, *, meets: bool) -> dict[str, Any]:
         """What /server_info, the banner and `verify` tell about this engine."""
@@ -287,6 +322,7 @@ class Builder:
             "dtype": self.dtype,
             "kv_dtype": self.config.kv_dtype,
             "device": self.config.device,
+            "device_name": device.name_of(self.device),
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "memory": numa.read_binding(os.getpid()).memory,
@@ -333,10 +369,6 @@ def _cpu_has_bf16() -> bool:
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
         flags = next((line for line in f if line.startswith("flags")), "").split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def _plain_memory(nbytes: int) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def _nothing() -> None:

@@ -3,7 +3,9 @@
 ZeroMQ PAIR over a socket file in the run directory, one for each other rank. Messages of one line arrive in order, so
 every rank runs the same steps in the same order; that is all that keeps the collectives of a TP group together.
 
-    rank 0  ── Join ──▶  rank r      what must be equal on all ranks, before anything is loaded
+    rank 0  ── Join ──▶  rank r      where to meet, before anything is loaded
+            ◀─ Loaded ─              what its device has left
+            ── Sized ─▶              pages and slots, equal on all ranks
             ◀─ Joined ─              its card, when it can run steps
             ── Step, Order, Poison ─▶
             ◀─ Events ─
@@ -28,6 +30,17 @@ from splitserve.wire import Card
 class Join(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
     group_port: int  # of the TP group's store, on this host
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A rank has its weights; `free_bytes` of its device are left."""
+
+    free_bytes: int
+
+
+class Sized(msgspec.Struct, frozen=True, tag=True):
+    """What fits on the fullest rank, and so what all take."""
+
     num_pages: int
     num_slots: int  # those for snapshots included
 
@@ -46,8 +59,8 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     events: tuple[PortEvent, ...]
 
 
-ToRank = Join | Step | Order | Poison
-FromRank = Joined | Events
+ToRank = Join | Sized | Step | Order | Poison
+FromRank = Loaded | Joined | Events
 
 JOIN_S = 600.0
 """Longest wait for the other ranks to load. The server ends everything at once when one of them dies."""
@@ -98,14 +111,18 @@ class Ranks:
     def __init__(self, run_dir: str, name: str, size: int) -> None:
         self._lines = [Line(address(run_dir, name, r), bind=True) for r in range(1, size)]
 
-    def join(self, message: Join) -> None:
-        self.send(message)
+    def free_bytes(self) -> list[int]:
+        """Wait for all others to have loaded; what each has left, in rank order."""
+        return [loaded.free_bytes for loaded in self._each()]
 
     def cards(self) -> list[Card]:
-        """Wait for all others to have loaded; their cards, in rank order, where they have some."""
+        """Wait for all others to be ready; their cards, in rank order, where they have some."""
+        return [joined.card for joined in self._each() if joined.card is not None]
+
+    def _each(self) -> list[Any]:
+        """The next message of every other rank."""
         end = time.monotonic() + JOIN_S
-        joined = [line.wait(max(0.1, end - time.monotonic())) for line in self._lines]
-        return [j.card for j in joined if j.card is not None]
+        return [line.wait(max(0.1, end - time.monotonic())) for line in self._lines]
 
     def send(self, message: ToRank) -> None:
         for line in self._lines:

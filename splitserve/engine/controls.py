@@ -66,6 +66,7 @@ class Controls:
         if self._transfers:
             for side in (self._transfers.sender, self._transfers.receiver):
                 counters.update({k: float(v) for k, v in side.stats().items()})
+            counters["slow_lanes"] = float(len(self._transfers.slow_lanes()))
         return wire.Load(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -99,6 +100,7 @@ class Controls:
             "sent": list(self._transfers.sender.records()),
             "received": list(self._transfers.receiver.records()),
             "lanes": self._transfers.lanes(),
+            "slow_lanes": self._transfers.slow_lanes(),
         }
 
     def _check(self, _: dict[str, Any]) -> dict[str, Any]:

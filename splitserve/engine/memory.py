@@ -9,7 +9,13 @@ from splitserve.errors import CapacityError
 from splitserve.spec import Layout
 
 SHARE_OF_FREE = 0.2
-"""Of the memory that is free when the weights are in; the rest is for activations and for the other engines here."""
+"""Of the host's memory that is free when the weights are in; the rest is for activations and the other engines here."""
+
+DEVICE_MARGIN = 3 << 30
+DEVICE_MARGIN_SHARE = 0.1
+"""Of a GPU's memory that is free when the weights are in, the larger of the two is left to activations and graphs.
+A GPU is one engine's: where two share one, `memory_mb` says what each may have.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,16 @@ def _num_snapshots(config: EngineConfig, layout: Layout, free_bytes: int) -> int
     """At least one, or no prompt of such a model would ever be found again."""
     if not layout.slot_bytes or not config.prefix_cache:
         return 0
-    share = _budget(config, free_bytes) // 10 // layout.slot_bytes
+    share = max(0, _budget(config, free_bytes)) // 10 // layout.slot_bytes
     return config.num_snapshots or max(1, min(config.max_seqs, share))
 
 
 def _budget(config: EngineConfig, free_bytes: int) -> int:
-    return config.memory_mb * 10**6 if config.memory_mb else int(free_bytes * SHARE_OF_FREE)
+    if config.memory_mb:
+        return config.memory_mb * 10**6
+    if config.device == "cuda":
+        return free_bytes - max(DEVICE_MARGIN, int(free_bytes * DEVICE_MARGIN_SHARE))
+    return int(free_bytes * SHARE_OF_FREE)
 
 
 def _mb(nbytes: int) -> int:

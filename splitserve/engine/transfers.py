@@ -8,12 +8,18 @@ It decides nothing about requests or rows itself and moves no byte; rooms are it
     offers    ────────▶ open(rows) ──────────────────────────▶
     ended     ────────▶ fail / cancel ───────────────────────▶
     rows_free, arrived, lost, fail ◀──────────────────────── poll
+
+Where steps run on after their launch (`clock`), what speaks of rows waits until the steps that touch them have ended:
+chunks that leave, and freed rows that are offered again and that a step under way may still write.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
@@ -26,6 +32,9 @@ from splitserve.transfer.rooms import prompt_name
 from splitserve.transfer.sender import Sender
 from splitserve.types import Rid
 from splitserve.wire import FirstToken, Room
+
+if TYPE_CHECKING:
+    from splitserve.engine.device import Clock
 
 
 class Transfers:
@@ -47,6 +56,8 @@ class Transfers:
         self._deadline_s = deadline_s
         self._sending: dict[int, Rid] = {}
         self._receiving: dict[int, Rid] = {}
+        self.clock: Clock | None = None  # of a device that computes beside this process
+        self._unsettled: deque[tuple[int, Callable[[float], None]]] = deque()  # (after this step, what to do)
 
     # ------------------------------------------------------------------ from the loop
 
@@ -69,10 +80,10 @@ class Transfers:
         """Carry out what the scheduler decided since the last call."""
         for req in admitted:
             if req.phase is Phase.RUNNING and req.num_done:
-                self._computed(req, 0, req.num_done, None, now)
+                self._after(None, partial(self._left, req, 0, req.num_done, None), now)
         for req in offers:
             if req.phase is Phase.ARRIVING:
-                self._offer(req, now)
+                self._after(None, partial(self._offer, req), now)
         for req in ended:
             self._give_up(req, now)
 
@@ -82,10 +93,16 @@ class Transfers:
             req = self._scheduler.requests.get(chunk.rid)
             if req is None or req.half != "prefill" or req.phase is Phase.ENDED:
                 continue
-            self._computed(req, chunk.start, chunk.stop, result.sampled.get(chunk.rid), now)
+            sampled = result.sampled.get(chunk.rid)
+            self._after(
+                step.index,
+                partial(self._left, req, chunk.start, chunk.stop, sampled),
+                now,
+            )
 
     def poll(self, now: float) -> None:
         """Move what can be moved and tell the scheduler."""
+        self._settle(now)
         self._expire(now)
         for event in self.sender.poll(now):
             match event:
@@ -108,6 +125,7 @@ class Transfers:
     def progress(self) -> None:
         """Called between layers: answer peers and let the transport work; the scheduler learns of it after the step."""
         now = self._clock()
+        self._settle(now)
         self.sender.work(now)
         self.receiver.work(now)
         if self.receiver.moving():
@@ -121,11 +139,15 @@ class Transfers:
         """For each peer met, what carries the bytes."""
         return self._ports.port.lanes()
 
+    def slow_lanes(self) -> dict[str, str]:
+        """Peers on GPUs of this host whose memory is not written directly, and what was warned of."""
+        return self._ports.port.slow_lanes()
+
     # ------------------------------------------------------------------ waiting
 
     def patience(self, now: float, poll_s: float) -> float:
         """How long the loop may sleep: `poll_s` while bytes may be moving, else until the next deadline."""
-        if self.sender.moving() or self.receiver.moving():
+        if self._unsettled or self.sender.moving() or self.receiver.moving():
             return poll_s
         deadlines = [d for d in (self.sender.next_deadline(), self.receiver.next_deadline()) if d is not None]
         return max(0.0, min(deadlines) - now) if deadlines else float("inf")
@@ -146,6 +168,18 @@ class Transfers:
 
     # ------------------------------------------------------------------ steps of the above
 
+    def _after(self, step: int | None, act: Callable[[float], None], now: float) -> None:
+        """Do it once `step` has ended; None: once all that were launched have. In the order of the calls."""
+        if self.clock is None:
+            act(now)
+            return
+        self._unsettled.append((self.clock.latest if step is None else step, act))
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        while self.clock and self._unsettled and self.clock.done(self._unsettled[0][0]):
+            self._unsettled.popleft()[1](now)
+
     def _expire(self, now: float) -> None:
         """End decode halves that have queued for rows past their deadline: their other half has given up by now."""
         for req in list(self._scheduler.waiting):
@@ -159,6 +193,11 @@ class Transfers:
     def _deadline(self, req: Request, arrived: float) -> float:
         own = arrived + self._deadline_s
         return min(own, req.deadline) if req.deadline else own
+
+    def _left(self, req: Request, start: int, stop: int, sampled: Sampled | None, now: float) -> None:
+        """Rows [start, stop) may leave, unless their request has ended meanwhile."""
+        if req.phase is not Phase.ENDED and req.holding is not None:
+            self._computed(req, start, stop, sampled, now)
 
     def _computed(self, req: Request, start: int, stop: int, sampled: Sampled | None, now: float) -> None:
         room = _room_of(req)
@@ -179,6 +218,10 @@ class Transfers:
 
     def _offer(self, req: Request, now: float) -> None:
         room = _room_of(req)
+        if req.phase is not Phase.ARRIVING:  # it has ended before anybody knew its rows
+            self._receiving.pop(room.id, None)
+            self._scheduler.rows_free(req.rid)
+            return
         assert req.holding is not None
         start = req.holding.num_cached
         units = self._scheduler.cache.units(req.holding, start, req.num_given)

@@ -97,11 +97,16 @@ class Pool:
             memory[target].copy_(memory[source])
 
     def poison(self, page_ids: Sequence[int], slot_ids: Sequence[int] = ()) -> None:
-        """Fill units with NaN patterns, so that whoever reads a row that nobody wrote is found out."""
+        """Fill units with NaN patterns, so that whoever reads a row that nobody wrote is found out.
+
+        They are filled when it returns: a peer may write to them next, and its writes know nothing of our stream.
+        """
         for kind, ids in ((Kind.PAGE, page_ids), (Kind.SLOT, slot_ids)):
             if len(ids):
                 memory = self._memory[kind]
                 memory[torch.as_tensor(ids, dtype=torch.int64, device=memory.device)] = POISON
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Forget memory and views; the memory is freed when nobody else (a transport) refers to it."""

@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 UP_S = 300.0
 STOP_S = 30.0
-SAME_FIELDS = ("dtype", "kv_dtype", "page_tokens", "step_tokens", "max_seqs", "speculative")
+SAME_FIELDS = ("device", "dtype", "kv_dtype", "page_tokens", "step_tokens", "max_seqs", "speculative")
 """Of an engine's facts: equal on both sides, the same steps are computed, and answers can be equal to the bit."""
 
 

@@ -15,14 +15,14 @@ pages or layers, a shifted, stale or missing row. Weights and keys are fixed, so
 opponent. Words are folded because a product modulo 2^64 sees only the lowest bit of its weight where a word's highest
 bit flips: without it two flipped signs in a row would cancel.
 
-The twin in plain torch, for state on a GPU, is ops/ref/digest.py: same names, same results.
+The twins for state on a GPU are ops/ref/digest.py and ops/triton/digest.py: same names, same results.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,39 @@ MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # the two multipliers of splitmix64's fin
 MIX_2 = np.uint64(0x94D049BB133111EB)
 SCRATCH_BYTES = 256 * 1024
 """Rows are worked on this much at a time: fits a core's second-level cache twice over."""
+
+
+class Digests(Protocol):
+    """Digests of one rank's slabs, wherever they lie: what a Port asks."""
+
+    def of_fields(
+        self, fields: Sequence[Field], units: Sequence[Units], *, start: int, stop: int, last: bool
+    ) -> Words:
+        """[len(fields)] uint64: `field_digests` of this rank's memory."""
+        ...
+
+    def of_all(
+        self, fields: Sequence[Field], units: Sequence[Units], *, start: int, stop: int, last: bool
+    ) -> int:
+        """`digest` of this rank's memory."""
+        ...
+
+
+class HostDigests:
+    """Of slabs in host memory, by the code below."""
+
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        self._memory = host_memory(slabs)
+
+    def of_fields(
+        self, fields: Sequence[Field], units: Sequence[Units], *, start: int, stop: int, last: bool
+    ) -> Words:
+        return field_digests(fields, self._memory, units, start=start, stop=stop, last=last)
+
+    def of_all(
+        self, fields: Sequence[Field], units: Sequence[Units], *, start: int, stop: int, last: bool
+    ) -> int:
+        return digest(fields, self._memory, units, start=start, stop=stop, last=last)
 
 
 def digest(

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from splitserve import wire
+from splitserve import log, wire
 from splitserve.errors import ConfigError, InvariantError, ProtocolError, SplitserveError
 from splitserve.spec import Layout, Slab
-from splitserve.transfer.digest import Words, digest, field_digests, host_memory
+from splitserve.transfer.digest import Digests, HostDigests, Words
 from splitserve.transfer.events import (
     Compared,
     CompareOrder,
@@ -44,11 +44,14 @@ from splitserve.transfer.events import (
     WriteOrder,
 )
 from splitserve.transfer.faults import Faults
+from splitserve.transfer.lanes import on_one_host, slow_lane
 from splitserve.transfer.layout import Link
 from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import host_id, start_ticks
 from splitserve.transfer.transport import Broken, Lost, Noted, Transport, Written
 from splitserve.wire import Card, Note
+
+_log = log.get(__name__)
 
 _MASK = (1 << 64) - 1
 
@@ -145,7 +148,10 @@ class Port:
             size=size,
             weights=weights,
         )
-        self._memory = host_memory(slabs)
+        self.digests: Digests = HostDigests(slabs)  # replaced where the slabs do not lie in host memory
+        self._slow_lanes: dict[
+            str, str
+        ] = {}  # peer -> what was warned of; "" where its lane is as it should be
         self._faults = faults
         self._peers: dict[str, _Peers] = {}  # that we may write to
         self._sources: dict[str, dict[Pair, Link]] = {}  # that write to us
@@ -239,9 +245,8 @@ class Port:
     # ------------------------------------------------------------------ out
 
     def _take(self, order: TakeOrder) -> None:
-        self._taken[order.room, order.chunk] = field_digests(
+        self._taken[order.room, order.chunk] = self.digests.of_fields(
             self.card.fields,
-            self._memory,
             order.units,
             start=order.start,
             stop=order.stop,
@@ -300,9 +305,8 @@ class Port:
         whole = int(np.sum(taken[link.src_index], dtype=np.uint64))
         if start == order.start:
             return whole
-        spared = digest(
+        spared = self.digests.of_all(
             link.src_fields,
-            self._memory,
             order.src,
             start=order.start,
             stop=start,
@@ -322,6 +326,8 @@ class Port:
         if posted.ids:
             return
         del self._posted[key]
+        if posted.bytes and not posted.error:
+            self._look_at_lanes(posted.order.engine)
         room, generation, chunk = key
         self._events.append(
             WriteDone(self.rank, room, generation, chunk, posted.bytes, posted.descriptors, posted.error)
@@ -339,9 +345,8 @@ class Port:
 
     def _compare(self, order: CompareOrder) -> None:
         link = self._sources[order.engine][order.src_rank, self.rank]
-        value = digest(
+        value = self.digests.of_all(
             link.dst_fields,
-            self._memory,
             order.units,
             start=order.start,
             stop=order.stop,
@@ -357,6 +362,21 @@ class Port:
 
     def lanes(self) -> dict[str, str]:
         return self._transport.lanes()
+
+    def slow_lanes(self) -> dict[str, str]:
+        """Peers whose memory on a GPU is not reached as peer memory, and what was said about it."""
+        return {peer: why for peer, why in self._slow_lanes.items() if why}
+
+    def _look_at_lanes(self, engine: str) -> None:
+        """Once for each peer, after its first bytes: reading lanes is slow, and none is known before."""
+        peers = self._peers.get(engine)
+        for card in peers.cards if peers else ():
+            name = card.agent_name
+            if name in self._slow_lanes or not on_one_host(self.card, card):
+                continue
+            self._slow_lanes[name] = why = slow_lane(name, self.lanes().get(name, ""))
+            if why:
+                _log.warning("%s", why)
 
     def fds(self) -> list[int]:
         return self._transport.fds()

@@ -110,3 +110,43 @@ def test_rows_of_a_failed_handoff_may_come_back_after_the_answers_end():
     engine.turn(2.0)
     assert engine.transfers._receiving == {}
     assert engine.scheduler.cache.num_free == 16
+
+
+class Steps:
+    """A device's clock, wound by hand."""
+
+    def __init__(self) -> None:
+        self.latest = 7
+        self.ended = 6
+
+    def done(self, index: int) -> bool:
+        return index <= self.ended
+
+
+def test_rows_are_offered_only_when_the_steps_that_may_write_them_have_ended():
+    """A peer's write knows nothing of our stream: rows freed while a step is under way may still be written by it."""
+    engine = Engine()
+    engine.transfers.clock = steps = Steps()
+    engine.add(1, now=0.0)
+    engine.turn(0.0)
+    assert engine.receiver.deadlines == {}
+    assert engine.transfers._unsettled
+    steps.latest, steps.ended = 8, 7
+    engine.transfers.poll(0.1)
+    assert list(engine.receiver.deadlines) == [1]
+
+
+def test_a_request_that_ends_before_its_rows_were_offered_gives_them_back():
+    engine = Engine()
+    engine.receiver.cancel = lambda *_, **__: None  # type: ignore[attr-defined] - it knows no such room yet
+    engine.transfers.clock = steps = Steps()
+    req = engine.add(1, now=0.0)
+    engine.turn(0.0)
+    engine.scheduler.abort(req.rid)
+    engine.turn(0.1)
+    assert engine.scheduler.cache.num_free < 16
+    steps.ended = 7
+    engine.turn(0.2)
+    assert engine.receiver.deadlines == {}
+    assert engine.transfers._receiving == {}
+    assert engine.scheduler.cache.num_free == 16
