@@ -226,6 +226,8 @@ class RouterApp:
             raise RequestError(
                 f"no worker type {new.worker_type!r}", field="worker_type", fix="prefill, decode or unified"
             )
+        if "://" not in new.url:  # the command line may leave it out; a request that does is mostly a mistake
+            raise RequestError(f"{new.url!r} is not a URL", field="url", fix="write http://HOST:PORT")
         text = new.url if new.bootstrap_port is None else f"{new.url},{new.bootstrap_port}"
         try:
             member = self._fleet.add(Endpoint.parse(text, Role(role)))

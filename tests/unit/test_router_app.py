@@ -217,6 +217,8 @@ def test_removing_an_engine_ends_its_requests_with_an_error() -> None:
         (b'{"url": 3}', None),
         (b'{"url": "https://x"}', "url"),
         (b'{"url": "http://127.0.0.1:1", "worker_type": "boss"}', "worker_type"),
+        (b'{"url": "x", "worker_type": "decode"}', "url"),
+        (b'{"url": "x"}', "url"),
         (b'{"url": "http://a b:5"}', "url"),
         (b'{"url":' * 50_000 + b"1" + b"}" * 50_000, None),
     ],
