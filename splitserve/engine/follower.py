@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitserve import log
 from splitserve.engine.channel import Events, Line, Poison
-from splitserve.engine.runner import Runner
+from splitserve.engine.runner import Pending, Runner
 from splitserve.engine.step import Step
 from splitserve.engine.waiting import Waiting
 from splitserve.kv.pool import Pool
@@ -47,6 +47,7 @@ class Follower:
         self._pool = pool
         self._watched = watched
         self._stopping = False
+        self._pending: Pending | None = None
         self._waiting = Waiting(line.socket, alive_fd=alive_fd)
 
     def stop(self) -> None:
@@ -63,15 +64,24 @@ class Follower:
 
     def _turn(self) -> None:
         for message in self._line.receive():
+            if isinstance(message, Step):  # one may be under way while the next is launched, as on rank 0
+                before, self._pending = self._pending, self._runner.launch(message)
+                if before is not None:
+                    before.result()
+                continue
+            self._settle()  # what comes now may speak of rows that the last step writes
             match message:
-                case Step():
-                    self._runner.launch(message).result()
                 case Poison(pages=pages, slots=slots):
                     self._pool.poison(pages, slots)
                 case _ if self._watched.port is not None:
                     self._watched.port.post(message)
         if seen := self._watched.take():
             self._line.send(Events(seen))
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
 
 def patience(port: Port | None) -> float:

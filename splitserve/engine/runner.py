@@ -1,6 +1,8 @@
 """Runs steps on the model of one rank: builds the batch, runs the forward pass, samples. Decides nothing.
 
-On the CPU a step has been computed when `launch` returns. The engine still treats it as pending, as on a GPU.
+On the CPU a step has been computed when `launch` returns. The engine still treats it as pending, as on a GPU, where
+steps of one token for each sequence are replayed (replay.py) and awaited when their result is asked for. All other
+steps wait for the one before: their tokens come from the host.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from splitserve.engine import batch, drafting
 from splitserve.engine.constraint import Constraints
+from splitserve.engine.replay import Replay, Replayed, plain, suits
 from splitserve.engine.sampler import log_softmax_rows, sample
 from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.layers.forward import Forward, Group, States
@@ -66,6 +69,8 @@ class Runner:
         drafter: drafting.DraftingModel | None = None,
     ) -> None:
         """`drafter` is the model once more, where it is to guess tokens ahead."""
+        self.replay: Replay | None = None
+        self._under_way: Replayed | None = None
         self._model = model
         self._states = states
         self._page_tokens = page_tokens
@@ -82,8 +87,43 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
         """Compute a step. Every rank samples for itself: same logits and same keys give the same tokens."""
+        chunks = batch.in_forward_order(step)
+        if self.replay is not None and not step.loads and len(chunks) <= self.replay.most and suits(chunks):
+            return self._start(self.replay, step, chunks)
+        self._settle()
+        return self._compute(step, [self._with_history(c) for c in chunks])
+
+    def _start(self, replay: Replay, step: Step, chunks: list[Chunk]) -> Pending:
+        """A step that is replayed. Where tokens must be chosen with the host's help, it is awaited here."""
         begun = time.monotonic()
-        chunks = [self._with_history(c) for c in batch.in_forward_order(step)]
+        if not all(plain(c) for c in chunks if c.sample):
+            self._settle()
+            chunks = [self._with_history(c) for c in chunks]
+            started = replay.start(chunks, [-1] * len(chunks), self._last_tokens)
+            sampled = self._sample(chunks, started.logits)
+            self._remember(step.index, sampled)
+            return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
+        before = {} if self._under_way is None else self._under_way.places
+        sources = [before.get(c.rid, -1) if c.waits else -1 for c in chunks]
+        started = replay.start(chunks, sources, self._last_tokens)
+        self._under_way = Replayed(
+            step.index, chunks, started.told, meanwhile=self._between_layers, settled=self._settled
+        )
+        self._between_layers()
+        return self._under_way
+
+    def _settle(self) -> None:
+        """Wait for the step that is under way, if one is."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _settled(self, result: StepResult) -> None:
+        self._remember(result.index, result.sampled)
+        if self._under_way is not None and self._under_way.index == result.index:
+            self._under_way = None
+
+    def _compute(self, step: Step, chunks: list[Chunk]) -> Pending:
+        begun = time.monotonic()
         if step.loads:
             self._states.copy_slots(step.loads)
         if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:

@@ -81,6 +81,22 @@ def uniforms(key: int, tokens: torch.Tensor) -> torch.Tensor:
     return _uniforms(torch.tensor([[_signed(key)]], device=tokens.device), tokens)[0]
 
 
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[n] int64: what `sample` chooses by temperature alone (0: the best), by keys of `signed_key`; reads nothing back.
+
+    `logits` [n, vocab] float32, `temperatures` [n] float32, `keys` [n] int64.
+    """
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    noise = _uniforms(keys[:, None], tokens).log_().neg_().float().log_().neg_()
+    hot = temperatures[:, None] > 0
+    return torch.where(hot, logits / temperatures[:, None].clamp(min=1e-9) + noise, logits).argmax(-1)
+
+
+def signed_key(seed: int, choice: int, position: int) -> int:
+    """`random_key` as the 64 bits of a signed number."""
+    return _signed(random_key(seed, choice, position))
+
+
 def random_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit key of one token to choose."""
     key = _mix(seed & _MASK64)
@@ -203,7 +219,7 @@ def _keep_head(
 
 def _noise(params: Sequence[SamplingParams], positions: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Gumbel noise [n, vocab] float32 for the rows' keys."""
-    keys = [_signed(random_key(p.seed, p.choice, at)) for p, at in zip(params, positions, strict=True)]
+    keys = [signed_key(p.seed, p.choice, at) for p, at in zip(params, positions, strict=True)]
     streams = torch.tensor(keys, device=like.device)[:, None]
     tokens = torch.arange(like.shape[1], device=like.device)
     at_once = max(1, _NOISE_AT_ONCE // like.shape[1])

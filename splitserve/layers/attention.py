@@ -22,6 +22,11 @@ class AttentionPlan:
 
 def plan_attention(fwd: Forward, ops: ModuleType, *, window: int = 0) -> AttentionPlan:
     """Host work of a step: the one-token sequences as one batch, every other sequence by itself."""
+    if fwd.capacity:
+        lens = torch.where(fwd.write_page < 0, 0, fwd.positions + 1)
+        return AttentionPlan(
+            ops, ops.plan_decode_any(fwd.pages, lens, fwd.capacity, fwd.page_tokens, window), ()
+        )
     n = fwd.num_decode
     decode = ops.plan_decode(fwd.pages[:n], fwd.kv_lens[:n], fwd.page_tokens, window) if n else None
     prefills, row = [], n

@@ -2,6 +2,9 @@
 
 Sequences come in step order with one-token sequences (decoding) first, so that attention can treat them as one batch.
 Token rows of sequence i are [q_start[i], q_start[i + 1]); its state covers kv_len[i] tokens after this pass.
+
+A pass may be made for any lengths (`capacity`): one token for each sequence, and nothing of it known to the host but
+how many sequences there are. The same kernels then serve every step of that size, which is what a CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -54,14 +57,19 @@ class Forward:
     logit_rows: torch.Tensor  # [num_logits] int64: which token rows need logits
     q_start: torch.Tensor  # [num_seqs + 1] int64, on the host too:
     q_lens: tuple[int, ...]  # tokens of each sequence in this pass
-    kv_lens: tuple[int, ...]  # tokens in the state after this pass
+    kv_lens: tuple[int, ...]  # tokens in the state after this pass; empty where there is a capacity
     num_decode: int  # the first num_decode sequences have one token each
     pages: torch.Tensor  # [num_seqs, max_pages] int64: page unit ids, rows padded with 0
-    slots: torch.Tensor  # [num_seqs] int64: slot unit ids, or empty
-    write_page: torch.Tensor  # [num_tokens] int64: page unit that takes the token's row
+    slots: torch.Tensor  # [num_seqs] int64: slot unit ids, or empty; with a capacity -1 for nobody's place
+    write_page: (
+        torch.Tensor
+    )  # [num_tokens] int64: page unit that takes the token's row; -1 for nobody's place
     write_row: torch.Tensor  # [num_tokens] int64: token's index inside that page
     page_tokens: int
     states: States
     tp: Group
     between_layers: Callable[[], None] = _nothing  # transfers are polled here
     marks: tuple[Mark, ...] = ()
+    capacity: int = (
+        0  # the longest that any sequence of such a pass may be, this token included; 0: kv_lens say
+    )

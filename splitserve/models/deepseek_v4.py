@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ from splitserve.layers.v4.compressor import Compressor, bias_rows
 from splitserve.layers.v4.experts import Experts
 from splitserve.layers.v4.hyper import HyperConnection, HyperHead
 from splitserve.layers.v4.indexer import Indexer
+from splitserve.layers.v4.kernels import Gate, Weight
 from splitserve.layers.v4.plan import RopeFrequencies, StepPlan, plan_step
-from splitserve.ops.ref import v4 as ops
+from splitserve.ops.ref.v4 import Mxfp4, Tiles
 from splitserve.weights.load import DTYPES
 from splitserve.weights.locate import Source
 from splitserve.weights.parameters import Form, Parameter, check_checkpoint, read_parameters
@@ -32,6 +34,7 @@ from splitserve.weights.safetensors import SafetensorsDir
 
 from .deepseek_v4_config import CSA, SWA, DeepseekV4Config
 from .deepseek_v4_dummy import dummy_parameters
+from .deepseek_v4_kernels import kernels_for
 from .deepseek_v4_weights import Share, parameters
 from .rope import frequencies
 
@@ -54,14 +57,16 @@ class Mtp:
 
     enorm: torch.Tensor  # [hidden] float32
     hnorm: torch.Tensor
-    e_proj: ops.Weight  # [hidden, hidden]
-    h_proj: ops.Weight
+    e_proj: Weight  # [hidden, hidden]
+    h_proj: Weight
     layer: Layer
     head: HyperHead
     eps: float
+    ops: Any
 
     def join(self, streams: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """[T, streams, hidden] of tokens and [T, hidden], embeddings of those after them -> the input streams."""
+        ops = self.ops
         e = ops.linear(ops.rms_norm(after, self.enorm, self.eps), self.e_proj)
         h = ops.linear(ops.rms_norm(streams, self.hnorm, self.eps).flatten(0, 1), self.h_proj)
         return e[:, None] + h.view_as(streams)
@@ -90,6 +95,7 @@ class DeepseekV4:
         self.dtype = DTYPES[dtype]
         self._share = Share(tp.rank, tp.size, whole_experts)
         self._share.check(cfg)
+        self.ops = kernels_for(cfg, device, self.dtype, tp=tp.size)
         self._rope = RopeFrequencies(
             *(
                 torch.tensor(
@@ -114,7 +120,7 @@ class DeepseekV4:
         p = read_parameters(
             checkpoint, wanted, dtype=self.dtype, device=self.device, progress=progress or _silent
         )
-        self._build(_Weights(p, wanted))
+        self._build(_Weights(p, wanted, self.ops))
 
     def load_dummy(self, seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
         """Random weights of the configuration's shapes, made on the device: to measure speed with."""
@@ -127,7 +133,7 @@ class DeepseekV4:
             seed=seed,
             progress=progress or _silent,
         )
-        self._build(_Weights(p, wanted))
+        self._build(_Weights(p, wanted, self.ops))
 
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the state afterwards."""
@@ -169,7 +175,7 @@ class DeepseekV4:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32 on every rank, with float32 sums."""
-        return self.tp.all_gather(ops.linear_f32(x, self._head), dim=-1)[:, : self.cfg.vocab]
+        return self.tp.all_gather(self.ops.linear_f32(x, self._head), dim=-1)[:, : self.cfg.vocab]
 
     def _build(self, p: _Weights) -> None:
         self._embed = Embedding(p["embed"], self.tp)
@@ -185,6 +191,7 @@ class DeepseekV4:
                 layer=self._layer(p, "mtp.", self.cfg.num_layers),
                 head=self._hyper_head(p, "mtp."),
                 eps=self.cfg.eps,
+                ops=self.ops,
             )
 
     def _layer(self, p: _Weights, at: str, layer: int) -> Layer:
@@ -205,6 +212,7 @@ class DeepseekV4:
             iters=cfg.sinkhorn_iters,
             hc_eps=cfg.hc_eps,
             eps=cfg.eps,
+            ops=self.ops,
         )
 
     def _hyper_head(self, p: _Weights, at: str) -> HyperHead:
@@ -216,12 +224,16 @@ class DeepseekV4:
             norm=p[at + "norm"],
             hc_eps=self.cfg.hc_eps,
             eps=self.cfg.eps,
+            ops=self.ops,
         )
 
     def _attention(self, p: _Weights, at: str, layer: int) -> Attention:
         cfg, ratio = self.cfg, self.cfg.ratios[layer]
         state = "c4" if ratio == CSA else "c128"
         compressor = None if ratio == SWA else self._compressor(p, f"{at}compressor", state, layer)
+        rows = [] if ratio == SWA else [p[f"{at}compressor.weight"]]
+        if ratio == CSA:
+            rows += [p[f"{at}indexer.compressor.weight"], p[f"{at}indexer.weights"]]
         return Attention(
             qkv_a=p.weight(at + "qkv_a"),
             q_norm=p[at + "q_norm"],
@@ -231,6 +243,7 @@ class DeepseekV4:
             out_a=p.weight(at + "out_a"),
             out_b=p.weight(at + "out_b"),
             groups=cfg.out_groups // self.tp.size,
+            rows=torch.cat(rows) if rows else None,
             compressor=compressor,
             indexer=self._indexer(p, f"{at}indexer", layer) if ratio == CSA else None,
             ratio=ratio,
@@ -238,18 +251,19 @@ class DeepseekV4:
             eps=cfg.eps,
             layer=layer,
             tp=self.tp,
+            ops=self.ops,
         )
 
     def _compressor(self, p: _Weights, at: str, state: str, layer: int) -> Compressor:
         halves = 1 if state == "c128" else 2
         bias = bias_rows(p[at + ".ape"], halves)
-        return Compressor(p[at + ".weight"], bias, p[at + ".norm"], self.cfg.eps, state, layer)
+        gate = Gate(bias, p[at + ".norm"], self.cfg.eps)
+        return Compressor(gate, state, layer, self.dtype, self.ops)
 
     def _indexer(self, p: _Weights, at: str, layer: int) -> Indexer:
         compressor = self._compressor(p, at + ".compressor", "index", layer)
-        return Indexer(
-            p.weight(at + ".q_b"), p[at + ".weights"], compressor, self.cfg.index_heads, self.cfg.index_topk
-        )
+        cfg = self.cfg
+        return Indexer(p.weight(at + ".q_b"), compressor, cfg.index_heads, cfg.index_topk, self.ops)
 
     def _experts(self, p: _Weights, at: str) -> Experts:
         cfg = self.cfg
@@ -266,6 +280,7 @@ class DeepseekV4:
             route_scale=cfg.route_scale,
             limit=cfg.swiglu_limit,
             tp=self.tp,
+            ops=self.ops,
         )
 
 
@@ -282,8 +297,9 @@ def expert_form(checkpoint: SafetensorsDir) -> Form:
 class _Weights:
     """Loaded parameters by name; quantised ones come back with their scales."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor], wanted: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: dict[str, torch.Tensor], wanted: Sequence[Parameter], ops: Any) -> None:
         self._parameters = parameters
+        self._ops = ops
         self._tiles = {w.name: w.tile for w in wanted if w.form is Form.TILES}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -292,10 +308,12 @@ class _Weights:
     def get(self, name: str) -> torch.Tensor | None:
         return self._parameters.get(name)
 
-    def weight(self, name: str) -> ops.Weight:
-        scales = self._parameters.get(f"{name}.scales")
+    def weight(self, name: str) -> Any:
+        """In the form that the kernels read; the file's form goes."""
+        scales = self._parameters.pop(f"{name}.scales", None)
+        codes = self._parameters.pop(name)
         if scales is None:
-            return self._parameters[name]
+            return self._ops.prepare(codes)
         if name in self._tiles:
-            return ops.Tiles(self._parameters[name], scales, self._tiles[name])
-        return ops.Mxfp4(self._parameters[name], scales)
+            return self._ops.prepare(Tiles(codes, scales, self._tiles[name]))
+        return self._ops.prepare(Mxfp4(codes, scales))

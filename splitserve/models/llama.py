@@ -134,6 +134,22 @@ class Llama:
             as_stored=self._ops.WIDENS,
             progress=lambda done: report(_COMPILING + (1 - _COMPILING) * done),
         )
+        self._build(p)
+
+    def load_dummy(self, seed: int = 0, progress: Callable[[float], None] | None = None) -> None:
+        """Random weights of the configuration's shapes, made on the device: to measure speed with."""
+        self._ops.prepare(progress or (lambda _: None))
+        draw = torch.Generator(self.device).manual_seed(seed)
+        p = {}
+        for name, shape in expand(DECODER, "safetensors", self._sizes).shapes.items():
+            p[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if len(shape) == 1:
+                p[name].fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                p[name].normal_(0.0, shape[-1] ** -0.5, generator=draw)
+        self._build(p)
+
+    def _build(self, p: dict[str, torch.Tensor]) -> None:
         self._embed = Embedding(_matrix(p, "embed"), self.tp)
         self._layers = [self._layer(p, i) for i in range(self.cfg.num_layers)]
         self._norm = p["norm"]

@@ -42,7 +42,7 @@ class Family:
     drafts: bool = False  # it can guess tokens ahead: `states` and the class take draft=True
 
 
-_DECODER = Family(decoder_states, "splitserve.models.llama", "Llama")
+_DECODER = Family(decoder_states, "splitserve.models.llama", "Llama", dummies=True)
 _DEEPSEEK_V4 = Family(
     deepseek_v4_states,
     "splitserve.models.deepseek_v4",

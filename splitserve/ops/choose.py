@@ -22,13 +22,16 @@ def kernels(device: str | torch.device, dtype: torch.dtype, *, head_dim: int) ->
         from splitserve.ops import cpu  # numba takes a second to import
 
         return cpu
-    if where.type == "cuda" and dtype == torch.bfloat16 and _served(where):
+    if dtype == torch.bfloat16 and served(where):
         from splitserve.ops import triton
 
         return triton
     return ref
 
 
-def _served(device: torch.device) -> bool:
+def served(device: torch.device) -> bool:
+    """Whether ops/triton runs there: a GPU of an architecture that it is compiled for, and Triton beside it."""
+    if device.type != "cuda":
+        return False
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor >= min(ARCHS) and importlib.util.find_spec("triton") is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.make_checkpoint import TINY
 from splitserve.weights.locate import Source
+from tests import tiny
 from tests.models.v4_oracle import make_bench, random_text
 
 
@@ -56,7 +58,20 @@ def test_tokens_spread_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> None
         assert counts.max() < 0.5 * counts.sum()
 
 
-def test_models_that_cannot_make_weights_up_say_so(tmp_path: Path) -> None:
+def test_models_that_cannot_make_weights_up_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama = ModelConfig("llama", 1, 8, 1, 1, 8, 8, 8, 8)
+    monkeypatch.setitem(registry.FAMILIES, "llama", replace(registry.FAMILIES["llama"], dummies=False))
     with pytest.raises(ConfigError, match="llama cannot make its weights up"):
         registry.load(None, llama, Source(tmp_path, "safetensors"), dummy=True, progress=lambda _: None)
+
+
+def test_llama_of_random_weights_runs() -> None:
+    cfg = ModelConfig("llama", 2, 64, 4, 2, 16, 96, 211, 64)
+    model = registry.build(cfg, SoloGroup(), dtype="f32")
+    registry.load(model, cfg, Source(Path(), "safetensors"), dummy=True, progress=lambda _: None)
+    text = tiny.Text([5, 3, 9, 200, 7], [1])
+    logits = model.forward(
+        tiny.make_forward([(text, 5)], states=tiny.make_pool(cfg), tp=SoloGroup(), page_tokens=16)
+    )
+    assert logits.isfinite().all()
+    assert 0.1 < logits.std() < 100

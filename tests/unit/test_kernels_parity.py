@@ -19,6 +19,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from splitserve.engine.sampler import _signed, _uniforms, random_key
+from splitserve.layers.v4.compressor import bias_rows
 from splitserve.ops import ref
 from splitserve.ops import triton as ops
 from splitserve.ops.kernels import catalogue
@@ -446,6 +447,106 @@ def test_windows_are_pooled(ratio: int, q_lens: tuple[int, ...], kv_lens: tuple[
         error(v4.pool_windows(fresh, pending, carry, plan), ref4.pool_windows(fresh, pending, carry, plan))
         < EXACT
     )
+
+
+@pytest.mark.parametrize(("ratio", "width", "keys"), [(4, 64, False), (4, 32, True), (8, 64, False)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_absorbing_tokens(ratio: int, width: int, *, keys: bool, packed: bool) -> None:
+    """Tokens inside windows, tokens that complete one (a request's first, too), and nobody's places."""
+    carries = ratio == 4
+    positions = torch.tensor([ratio - 1, 3 * ratio - 1, 2 * ratio + 1, 5 * ratio - 1, 0])
+    slots = torch.tensor([2, 0, 3, -1, 1])
+    pages = torch.arange(15).view(5, 3)
+    step = ref4.Singles(positions, slots, pages, 4 * ratio)
+    halves = 2 if carries else 1
+    gate = ref4.Gate(bias_rows(torch.randn(ratio, halves * width), halves), torch.rand(width) + 0.5, 1e-6)
+    rope = width // 4
+    size = (width + 4 if keys else width + rope + 8) if packed else width
+    table = ref4.rope_table(ref4.entry_positions(positions, ratio), torch.rand(rope // 2))
+    rows = torch.randn(5, halves * 2 * width + 3)[:, : halves * 2 * width]
+
+    def store() -> ref4.Store:
+        torch.manual_seed(3)
+        pending = torch.randn(4, ratio, 2 * width)
+        carry = torch.randn(4, 2 * ratio, 2 * width) if carries else None
+        entries = torch.zeros(15, 4, size, dtype=torch.uint8 if packed else torch.bfloat16)
+        return ref4.Store(pending, carry, entries, keys)
+
+    got, want = store(), store()
+    v4.absorb(rows, gate, got, step, table=table, dtype=torch.bfloat16)
+    ref4.absorb(rows, gate, want, step, table=table, dtype=torch.bfloat16)
+    assert torch.equal(got.pending, want.pending)
+    if got.carry is not None:
+        assert torch.equal(got.carry, want.carry)
+    written = want.entries.float().abs().sum(-1) > 0
+    assert written.sum() == 2
+    assert torch.equal(got.entries.float().abs().sum(-1) > 0, written)
+
+    def numbers(entries: torch.Tensor) -> torch.Tensor:
+        rows = entries[written]
+        return ref4.decode_keys(rows) if keys else ref4.decode_latents(rows, rope, width)
+
+    assert error(numbers(got.entries), numbers(want.entries)) < (0.05 if packed else 2 * BF16)
+
+
+def test_nobodys_rows_are_not_written() -> None:
+    unit, row = torch.tensor([1, -1, 0]), torch.tensor([0, 1, 1])
+    for dtype, width, put, twin in (
+        (torch.uint8, 88, v4.write_latents, ref4.encode_latents),
+        (torch.bfloat16, 64, v4.write_latents, ref4.encode_latents),
+        (torch.uint8, 68, v4.write_keys, ref4.encode_keys),
+        (torch.bfloat16, 64, v4.write_keys, ref4.encode_keys),
+    ):
+        x, view = torch.randn(3, 64).bfloat16().float(), torch.zeros(2, 2, width, dtype=dtype)
+        more = {"rope_dim": 16} if put is v4.write_latents else {}
+        put(view, x, unit, row, **more)
+        encoded = twin(x, 16, view) if more else twin(x, view)
+        want = torch.zeros_like(view)
+        want[1, 0], want[0, 1] = encoded[0], encoded[2]
+        assert torch.equal(view, want)
+    view = torch.zeros(2, 2, 8)
+    v4.write_rows(view, torch.ones(3, 8), unit, row)
+    assert view.sum(-1).tolist() == [[0, 8], [8, 0]]
+    cache, k = torch.zeros(2, 1, 2, 16), torch.ones(3, 1, 8)
+    ops.write_rows(cache, k, k, unit, row)
+    assert cache.sum(-1)[:, 0].tolist() == [[0, 16], [16, 0]]
+
+
+def test_chosen_entries_are_located() -> None:
+    scores, pages = torch.randn(3, 24), torch.tensor([[4, 1, 3], [0, 2, 5]])
+    scores[0, 5:] = -math.inf
+    for sequence in (None, torch.tensor([1, 1, 0])):
+        some = scores if sequence is not None else scores[:2]
+        places = ref4.Places(pages, sequence, 8)
+        got, want = (
+            v4.choose_located(some, 9, places),
+            ref4.locate_entries(v4.choose_entries(some, 9), places),
+        )
+        assert torch.equal(got, want)
+
+
+def test_lengths_on_the_device() -> None:
+    view, pages = torch.randn(9, 2, 16, 128), torch.tensor([[1, 3, 5], [2, 4, 6], [7, 8, 0]])
+    q, lens = torch.randn(3, 4, 64), torch.tensor([37, 48, 0])
+    want = ref.attend_decode(q[:2], view, ref.plan_decode(pages[:2], (37, 48), 16), 0.2)
+    got = ops.attend_decode(q, view, ops.plan_decode_any(pages, lens, 48, 16), 0.2)
+    assert error(got[:2], want) < EXACT
+    assert not got[2].any()
+    assert (
+        error(ref.attend_decode(q[:2], view, ref.plan_decode_any(pages[:2], lens[:2], 48, 16), 0.2), want)
+        == 0
+    )
+
+
+def test_the_expert_that_all_share() -> None:
+    pairs = [(tiles(*lead, 256, 128), tiles(*lead, 128, 128)) for lead in ((4,), ())]
+    x, weights = torch.randn(3, 128).bfloat16(), torch.rand(3, 2)
+    experts = torch.rand(3, 4).argsort(-1)[:, :2]
+    routed, shared = ([v4.prepare(w) for w in pair] for pair in pairs)
+    how = {"local": range(4), "limit": 0.5}
+    want = ref4.mix_experts(x.float(), *pairs[0], weights, experts, **how)
+    want += ref4.expert_ffn(x.float(), *pairs[1], 0.5)
+    assert error(v4.mix_with_shared(x, routed, shared, weights, experts, **how), want) < 3 * BF16
 
 
 @pytest.mark.parametrize("row_bytes", first_of(132, 584, 130, 7))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from splitserve.layers.forward import Forward, Group
 
-from . import kernels as ops
+from . import kernels
 from .compressor import Compressor
 from .indexer import Indexer
 from .plan import Near, StepPlan
@@ -18,14 +19,17 @@ from .plan import Near, StepPlan
 class Attention:
     """This rank's heads and output groups. The latent, one for all heads, is the same on every rank."""
 
-    qkv_a: ops.Weight  # [q_lora + head_dim, hidden]
+    qkv_a: kernels.Weight  # [q_lora + head_dim, hidden]
     q_norm: torch.Tensor
-    q_b: ops.Weight  # [heads * head_dim, q_lora]
+    q_b: kernels.Weight  # [heads * head_dim, q_lora]
     kv_norm: torch.Tensor
     sink: torch.Tensor  # [heads] float32
-    out_a: ops.Weight  # [groups * out_lora, heads / groups * head_dim]
-    out_b: ops.Weight  # [hidden, groups * out_lora]
+    out_a: kernels.Weight  # [groups * out_lora, heads / groups * head_dim]
+    out_b: kernels.Weight  # [hidden, groups * out_lora]
     groups: int
+    rows: (
+        torch.Tensor | None
+    )  # [compressor's row + index compressor's + index heads, hidden], as far as they are there
     compressor: Compressor | None
     indexer: Indexer | None  # ratio 4
     ratio: int
@@ -33,49 +37,51 @@ class Attention:
     eps: float
     layer: int
     tp: Group
+    ops: Any = kernels
 
     def __call__(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
+        ops = self.ops
         table, heads, d = plan.tables[self.ratio], len(self.sink), len(self.kv_norm)
         q_latent, kv = ops.linear(x, self.qkv_a).split((len(self.q_norm), d), dim=-1)
         q_latent = ops.rms_norm(q_latent, self.q_norm, self.eps)
-        q = ops.rms_norm(ops.linear(q_latent, self.q_b).unflatten(-1, (heads, d)), None, self.eps)
-        q = ops.rotate_tail(q, table)
-        kv = ops.rotate_tail(ops.rms_norm(kv, self.kv_norm, self.eps)[:, None], table)[:, 0]
+        q = ops.linear(q_latent, self.q_b).unflatten(-1, (heads, d))
+        q = ops.rms_norm_rotate(q, None, self.eps, table)
+        kv = ops.rms_norm_rotate(kv[:, None], self.kv_norm, self.eps, table)[:, 0]
         far = self._compressed(x, q_latent, table, fwd, plan)
         near = self._window(kv, fwd, plan.near)
-        out = ops.attend(q, near, far, self.sink, scale=d**-0.5, rope_dim=self.rope_dim)
-        out = ops.rotate_tail(out, table, inverse=True)  # values carry their key's angle: make it relative
-        mixed = ops.grouped_linear(
-            out.flatten(1).unflatten(1, (self.groups, -1)), ops.dequantise(self.out_a, x.dtype)
-        )
+        out = ops.attend(q, near, far, self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
+        mixed = ops.grouped_linear(out.flatten(1).unflatten(1, (self.groups, -1)), self.out_a)
         return self.tp.all_reduce(ops.linear(mixed, self.out_b))
 
-    def _window(self, kv: torch.Tensor, fwd: Forward, near: Near) -> ops.Rows:
+    def _window(self, kv: torch.Tensor, fwd: Forward, near: Near) -> kernels.Rows:
         """Keep the new latents; what the tokens read of the window."""
+        ops, save = self.ops, near.save
         ring = fwd.states.view("window", self.layer)[:, 0]
-        rows = ops.encode_latents(kv, self.rope_dim, ring)
         if near.from_ring:
-            kept = rows[near.save.token] if fwd.marks else rows
-            ops.write_rows(ring, kept, near.save.slot, near.save.row)
-            return ops.Rows(ring, near.index)
+            kept = kv[save.token] if fwd.marks else kv
+            ops.write_latents(ring, kept, save.slot, save.row, rope_dim=self.rope_dim)
+            return kernels.Rows(ring, near.index)
+        rows = ops.encode_latents(kv, self.rope_dim, ring)
         both = torch.cat((ring[fwd.slots].flatten(0, 1), rows))  # a copy: saving overwrites what is read
-        ops.write_rows(ring, rows[near.save.token], near.save.slot, near.save.row)
-        return ops.Rows(both[None], near.index)
+        ops.write_rows(ring, rows[save.token], save.slot, save.row)
+        return kernels.Rows(both[None], near.index)
 
     def _compressed(
-        self, x: torch.Tensor, q_latent: torch.Tensor, table: ops.Table, fwd: Forward, plan: StepPlan
-    ) -> ops.Rows | None:
+        self, x: torch.Tensor, q_latent: torch.Tensor, table: kernels.Table, fwd: Forward, plan: StepPlan
+    ) -> kernels.Rows | None:
         """Complete and keep this step's entries; which entries the tokens read."""
-        if self.compressor is None:
+        if self.compressor is None or self.rows is None:
             return None
         compression = plan.compression[self.ratio]
-        view = fwd.states.view(self.compressor.state, self.layer)[:, 0]
-        entries = self.compressor(x, fwd, compression)
-        if len(entries):
-            rows = ops.encode_latents(entries, self.rope_dim, view)
-            ops.write_rows(view, rows, compression.windows.page, compression.windows.row)
+        rows = self.ops.linear_f32(x, self.rows)
+        mine = self.compressor.width
+        self.compressor(rows[:, :mine], fwd, compression)
         chosen = compression.visible
         if self.indexer is not None:
-            chosen = self.indexer(x, q_latent, table, fwd, compression)
-        return ops.Rows(view, chosen) if chosen is not None and chosen.shape[1] else None
+            keys = self.indexer.compressor
+            keys(rows[:, mine : mine + keys.width], fwd, compression)
+            chosen = self.indexer(rows[:, mine + keys.width :], q_latent, table, fwd, compression)
+        if chosen is None or not chosen.shape[1]:
+            return None
+        return kernels.Rows(fwd.states.view(self.compressor.state, self.layer)[:, 0], chosen)

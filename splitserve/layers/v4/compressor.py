@@ -1,45 +1,74 @@
 """A compressor: turns the tokens of each completed window into one normed and rotated entry, and keeps what is open.
 
-Layers of ratio 4 have two, for latents and for index keys; they differ in width and in the states they use.
+Layers of ratio 4 have two, for latents and for index keys; they differ in width and in the states they use. The product
+that gives a token's row is the attention's, which makes all rows of a layer in one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from splitserve.layers.forward import Forward
 
-from . import kernels as ops
-from .plan import Compression
+from . import kernels
+from .plan import Compression, Kept
 
 
 @dataclass(frozen=True)
 class Compressor:
-    weight: (
-        torch.Tensor
-    )  # [row width, hidden]: a token's whole row in one product, see ops/ref/v4/compress.py
-    bias: torch.Tensor  # [ratio, row width] float32: by position in the window, zero under kv
-    norm: torch.Tensor  # [w] float32
-    eps: float
-    state: str  # "c4", "index" or "c128": names NAME_pending and NAME_carry too
+    gate: kernels.Gate
+    state: str  # "c4", "index" or "c128": its entries; names NAME_pending and NAME_carry too
     layer: int
+    dtype: torch.dtype  # of activations
+    ops: Any = kernels
 
-    def __call__(self, x: torch.Tensor, fwd: Forward, plan: Compression) -> torch.Tensor:
-        """[T, hidden] -> [N, w] float32: the entries that this step completes, in the order of plan.windows."""
-        ratio = plan.windows.ratio
-        rows = ops.linear_f32(x, self.weight) + self.bias[fwd.positions % ratio]
-        pending = fwd.states.view(f"{self.state}_pending", self.layer)[:, 0]
-        carry = fwd.states.view(f"{self.state}_carry", self.layer)[:, 0] if plan.save_carry else None
-        pooled = ops.pool_windows(rows, pending, carry, plan.windows) if len(plan.windows) else None
-        _save(pending, rows[:, -pending.shape[-1] :], plan.save_pending)
-        if carry is not None and plan.save_carry is not None:
-            _save(carry, rows[:, : carry.shape[-1]], plan.save_carry)
-        if pooled is None:
-            return rows.new_empty(0, len(self.norm))
-        entries = ops.rms_norm(pooled.to(x.dtype), self.norm, self.eps)
-        return ops.rotate_tail(entries[:, None], plan.entry_table)[:, 0]
+    @property
+    def width(self) -> int:
+        """Numbers of a token's row, see ops/ref/v4/compress.py."""
+        return self.gate.bias.shape[1]
+
+    def __call__(self, rows: torch.Tensor, fwd: Forward, plan: Compression) -> None:
+        """[T, width] float32, without the bias: the entries that this step completes are in their pages afterwards."""
+        store = self._store(fwd)
+        if plan.kept is None:
+            step = kernels.Singles(fwd.positions, fwd.slots, fwd.pages, fwd.page_tokens)
+            self.ops.absorb(rows, self.gate, store, step, table=plan.entry_table, dtype=self.dtype)
+            return
+        rows = rows + self.gate.bias[fwd.positions % self.gate.ratio]
+        windows = plan.kept.windows
+        pooled = self.ops.pool_windows(rows, store.pending, store.carry, windows) if len(windows) else None
+        self._save(rows, store, plan.kept)
+        if pooled is not None:
+            self._write(pooled.to(self.dtype), store, plan.entry_table, windows)
+
+    def _store(self, fwd: Forward) -> kernels.Store:
+        def view(name: str) -> torch.Tensor:
+            return fwd.states.view(name, self.layer)[:, 0]
+
+        carry = view(f"{self.state}_carry") if self.gate.ratio == kernels.CSA else None
+        return kernels.Store(view(f"{self.state}_pending"), carry, view(self.state), self.state == "index")
+
+    def _save(self, rows: torch.Tensor, store: kernels.Store, kept: Kept) -> None:
+        wide = store.pending.shape[-1]
+        self.ops.write_rows(
+            store.pending, rows[kept.pending.token, -wide:], kept.pending.slot, kept.pending.row
+        )
+        if store.carry is not None and kept.carry is not None:
+            self.ops.write_rows(store.carry, rows[kept.carry.token, :wide], kept.carry.slot, kept.carry.row)
+
+    def _write(
+        self, pooled: torch.Tensor, store: kernels.Store, table: kernels.Table, windows: kernels.Windows
+    ) -> None:
+        entries = self.ops.rms_norm_rotate(pooled[:, None], self.gate.norm, self.gate.eps, table)[:, 0]
+        page, row = windows.page, windows.row
+        if store.keys:
+            self.ops.write_keys(store.entries, entries, page, row)
+        else:
+            rope_dim = 2 * table[0].shape[-1]
+            self.ops.write_latents(store.entries, entries, page, row, rope_dim=rope_dim)
 
 
 def bias_rows(
@@ -48,7 +77,3 @@ def bias_rows(
 ) -> torch.Tensor:  # [ratio, halves * 2 * w]: for each half, zeros under kv and the bias under score
     parts = ape.unflatten(1, (halves, -1))
     return torch.cat((torch.zeros_like(parts), parts), dim=-1).flatten(1)
-
-
-def _save(view: torch.Tensor, rows: torch.Tensor, save: ops.Saves) -> None:
-    ops.write_rows(view, rows[save.token], save.slot, save.row)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from splitserve.layers.forward import Group
 
-from . import kernels as ops
+from . import kernels
 
 
 @dataclass(frozen=True)
@@ -18,24 +19,33 @@ class Experts:
     gate: torch.Tensor  # [num_experts, hidden], whole on every rank
     gate_bias: torch.Tensor | None  # [num_experts] float32
     experts_of_token: torch.Tensor | None  # [vocab, count] int32: routes by token id instead of by score
-    gate_up: ops.Weight  # [local experts, 2 * ffn, hidden]
-    down: ops.Weight  # [local experts, hidden, ffn]
-    shared_gate_up: ops.Weight
-    shared_down: ops.Weight
+    gate_up: kernels.Weight  # [local experts, 2 * ffn, hidden]
+    down: kernels.Weight  # [local experts, hidden, ffn]
+    shared_gate_up: kernels.Weight
+    shared_down: kernels.Weight
     local: range
     count: int
     route_scale: float
     limit: float
     tp: Group
+    ops: Any = kernels
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[T, hidden] and the tokens' ids [T] -> [T, hidden]."""
         weights, experts = self._route(x, tokens)
-        y = ops.mix_experts(x, self.gate_up, self.down, weights, experts, local=self.local, limit=self.limit)
-        y += ops.expert_ffn(x, self.shared_gate_up, self.shared_down, self.limit)
-        return self.tp.all_reduce(y.to(x.dtype))
+        y = self.ops.mix_with_shared(
+            x,
+            (self.gate_up, self.down),
+            (self.shared_gate_up, self.shared_down),
+            weights,
+            experts,
+            local=self.local,
+            limit=self.limit,
+        )
+        return self.tp.all_reduce(y)
 
     def _route(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ops = self.ops
         logits = ops.linear_f32(x, self.gate)
         if self.experts_of_token is not None:
             return ops.route_by_token(logits, self.experts_of_token, tokens, scale=self.route_scale)

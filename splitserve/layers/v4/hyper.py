@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import kernels as ops
+from . import kernels
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,16 @@ class HyperConnection:
     iters: int
     hc_eps: float
     eps: float
+    ops: Any = kernels
 
     def __call__(
         self, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """[T, n, hidden] -> [T, n, hidden]."""
-        x, post, comb = ops.hc_pre(
+        x, post, comb = self.ops.hc_pre(
             streams, self.fn, self.base, self.scale, iters=self.iters, eps=self.hc_eps, norm_eps=self.eps
         )
-        return ops.hc_post(sublayer(ops.rms_norm(x, self.norm, self.eps)), streams, post, comb)
+        return self.ops.hc_post(sublayer(self.ops.rms_norm(x, self.norm, self.eps)), streams, post, comb)
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class HyperHead:
     norm: torch.Tensor  # [hidden] float32
     hc_eps: float
     eps: float
+    ops: Any = kernels
 
     def __call__(self, streams: torch.Tensor) -> torch.Tensor:
         """[T, n, hidden] -> [T, hidden]."""
-        x = ops.hc_head(streams, self.fn, self.base, self.scale, eps=self.hc_eps, norm_eps=self.eps)
-        return ops.rms_norm(x, self.norm, self.eps)
+        x = self.ops.hc_head(streams, self.fn, self.base, self.scale, eps=self.hc_eps, norm_eps=self.eps)
+        return self.ops.rms_norm(x, self.norm, self.eps)

@@ -1,6 +1,7 @@
 """The kernels that layers of DeepSeek-V4 run on: ops/ref/v4, and what is compiled for float32 on a CPU in its place.
 
-Layers ask this module at every call, so that a test can replace one of them for all.
+Layers ask this module at every call, so that a test can replace one of them for all. Some of its functions are two or
+more kernels in a row; gpu.py has the same names for bf16 on a GPU, where each of these is one kernel.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ import torch
 from splitserve.ops.ref import v4 as ref
 from splitserve.ops.ref.v4 import (
     CSA,
+    Gate,
+    Places,
     Rows,
     Saves,
+    Singles,
+    Store,
     Table,
     Weight,
     Windows,
-    attend,
+    absorb,
     choose_entries,
     encode_keys,
     encode_latents,
-    grouped_linear,
+    entry_positions,
     hc_head,
     hc_post,
     index_scores,
     linear_f32,
+    locate_entries,
     plan_saves,
     plan_windows,
     pool_windows,
@@ -38,16 +44,23 @@ from splitserve.ops.ref.v4 import (
 
 __all__ = [
     "CSA",
+    "Gate",
+    "Places",
     "Rows",
     "Saves",
+    "Singles",
+    "Store",
     "Table",
     "Weight",
     "Windows",
+    "absorb",
     "attend",
     "choose_entries",
+    "choose_located",
     "dequantise",
     "encode_keys",
     "encode_latents",
+    "entry_positions",
     "expert_ffn",
     "grouped_linear",
     "hc_head",
@@ -56,15 +69,21 @@ __all__ = [
     "index_scores",
     "linear",
     "linear_f32",
+    "locate_entries",
     "mix_experts",
+    "mix_with_shared",
     "plan_saves",
     "plan_windows",
     "pool_windows",
+    "prepare",
     "rms_norm",
+    "rms_norm_rotate",
     "rope_table",
     "rotate_tail",
     "route",
     "route_by_token",
+    "write_keys",
+    "write_latents",
     "write_rows",
 ]
 
@@ -122,3 +141,64 @@ def rotate_tail(x: torch.Tensor, table: Table, *, inverse: bool = False) -> torc
     """As in ops/ref/v4/dense.py."""
     out: torch.Tensor = _compiled(x).rotate_tail(x, table, inverse=inverse)
     return out
+
+
+def rms_norm_rotate(x: torch.Tensor, weight: torch.Tensor | None, eps: float, table: Table) -> torch.Tensor:
+    """rotate_tail of rms_norm: [T, heads, head_dim] of the same."""
+    return rotate_tail(rms_norm(x, weight, eps), table)
+
+
+def attend(
+    q: torch.Tensor,
+    near: Rows,
+    far: Rows | None,
+    sink: torch.Tensor,
+    *,
+    turn_back: Table,
+    **kw: Any,
+) -> torch.Tensor:
+    """As in ops/ref/v4/sparse.py, rotated back: values carry their key's angle, which this makes relative."""
+    return rotate_tail(ref.attend(q, near, far, sink, **kw), turn_back, inverse=True)
+
+
+def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """As in ops/ref/v4/dense.py, for weights of any form."""
+    return ref.grouped_linear(x, dequantise(weight, x.dtype))
+
+
+def write_latents(
+    view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: torch.Tensor, *, rope_dim: int
+) -> None:
+    """write_rows of encode_latents."""
+    write_rows(view, encode_latents(x, rope_dim, view), unit, row)
+
+
+def write_keys(view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: torch.Tensor) -> None:
+    """write_rows of encode_keys."""
+    write_rows(view, encode_keys(x, view), unit, row)
+
+
+def choose_located(scores: torch.Tensor, count: int, places: Places) -> torch.Tensor:
+    """locate_entries of choose_entries: [T, count] flat positions, -1 for none."""
+    return locate_entries(choose_entries(scores, count), places)
+
+
+def mix_with_shared(
+    x: torch.Tensor,
+    routed: tuple[Weight, Weight],
+    shared: tuple[Weight, Weight],
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    local: range,
+    limit: float,
+) -> torch.Tensor:
+    """mix_experts, and the expert that all share: [T, hidden] in x's type. Pairs are gate-up and down."""
+    y = mix_experts(x, *routed, weights, experts, local=local, limit=limit)
+    y += expert_ffn(x, *shared, limit)
+    return y.to(x.dtype)
+
+
+def prepare(weight: Weight) -> Weight:
+    """The form that these kernels read is the file's."""
+    return weight

@@ -5,6 +5,9 @@ near    which window rows each token reads: the ring alone where every sequence 
 far     which compressed rows each token may see: entry i of ratio r from the token that completes it on
 windows which entries this step completes, and from which tokens
 saves   which of the step's rows stay in the slots, and in the snapshots that are taken inside the step
+
+A step of one token for each sequence, made for any lengths (Forward.capacity), needs no windows and no saves: the
+kernel `absorb` finds them by itself.
 """
 
 from __future__ import annotations
@@ -44,19 +47,20 @@ class Near:
 class Compression:
     """What layers of one ratio share in this step."""
 
-    windows: ops.Windows
-    entry_table: ops.Table  # rope of the entries that are completed
-    save_pending: ops.Saves
-    save_carry: ops.Saves | None  # ratio 4
+    entry_table: ops.Table  # rope of the entries that are completed; with a capacity, of each token's window
     num_visible: torch.Tensor  # [T] int64: entries complete at each token
-    longest: int  # its maximum, on the host
-    visible: (
-        torch.Tensor | None
-    )  # [T, longest] int64 flat positions of them all; None where the indexer chooses
+    places: ops.Places
+    visible: torch.Tensor | None  # [T, most] int64 flat positions of them all; None where the indexer chooses
+    kept: Kept | None  # None with a capacity
 
-    def locate(self, entries: torch.Tensor, fwd: Forward) -> torch.Tensor:
-        """[T, K] entries of each token's sequence (-1: none) -> flat positions in a view of pages."""
-        return _flat(entries, fwd, self.windows.ratio, _sequences(fwd.q_lens, fwd.tokens.device))
+
+@dataclass(frozen=True)
+class Kept:
+    """The windows that are completed, and what stays of the step's rows."""
+
+    windows: ops.Windows
+    pending: ops.Saves
+    carry: ops.Saves | None  # ratio 4
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,11 @@ def plan_step(
 
 def _plan_near(fwd: Forward, window: int) -> Near:
     device = fwd.tokens.device
-    save = ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=window, slots=fwd.slots, marks=fwd.marks)
     if fwd.num_decode == len(fwd.q_lens):  # the token's own row replaces the one that leaves its window
         row = torch.arange(window, device=device)
-        index = (fwd.slots[:, None] * window + row).masked_fill(row > fwd.positions[:, None], -1)
-        return Near(index, True, save)
+        unseen = (row > fwd.positions[:, None]) | (fwd.slots < 0)[:, None]
+        index = (fwd.slots[:, None] * window + row).masked_fill(unseen, -1)
+        return Near(index, True, _save_rows(fwd, window))
     lens, stops = np.asarray(fwd.q_lens), np.asarray(fwd.kv_lens)
     seq = np.repeat(np.arange(len(lens)), lens)
     starts = stops - lens
@@ -93,10 +97,30 @@ def _plan_near(fwd: Forward, window: int) -> Near:
     new = key - starts[seq, None] + (np.cumsum(lens) - lens)[seq, None] + len(lens) * window
     old = seq[:, None] * window + key % window
     either = np.where(key < 0, -1, np.where(key >= starts[seq, None], new, old))
-    return Near(torch.from_numpy(either).to(device), False, save)
+    return Near(torch.from_numpy(either).to(device), False, _save_rows(fwd, window))
 
 
 def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies) -> Compression:
+    device = fwd.tokens.device
+    most = (fwd.capacity or max(fwd.kv_lens)) // ratio
+    seen = (fwd.positions + 1) // ratio
+    if fwd.capacity:
+        seen = seen.masked_fill(fwd.slots < 0, 0)
+    one_each = len(fwd.tokens) == len(fwd.q_lens)
+    places = ops.Places(
+        fwd.pages, None if one_each else _sequences(fwd.q_lens, device), fwd.page_tokens // ratio
+    )
+    sparse = ratio == ops.CSA
+    visible = None
+    if not sparse or most <= topk:
+        entry = torch.arange(most, device=device)
+        visible = ops.locate_entries(entry.masked_fill(entry >= seen[:, None], -1), places)
+    kept = None if fwd.capacity else _plan_kept(fwd, ratio)
+    entries = ops.entry_positions(fwd.positions, ratio) if kept is None else kept.windows.position
+    return Compression(ops.rope_table(entries, rope.compress), seen, places, visible, kept)
+
+
+def _plan_kept(fwd: Forward, ratio: int) -> Kept:
     windows = ops.plan_windows(
         fwd.q_lens,
         fwd.kv_lens,
@@ -105,36 +129,19 @@ def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies
         pages=fwd.pages,
         page_tokens=fwd.page_tokens,
     )
-    longest = max(fwd.kv_lens) // ratio
-    num_visible = (fwd.positions + 1) // ratio
-    sparse = ratio == ops.CSA
-    visible = None
-    if not sparse or longest <= topk:
-        entry = torch.arange(longest, device=fwd.tokens.device)
-        entries = entry.masked_fill(entry >= num_visible[:, None], -1)
-        visible = _flat(entries, fwd, ratio, _sequences(fwd.q_lens, fwd.tokens.device))
+    carry = _save_rows(fwd, 2 * ratio) if ratio == ops.CSA else None
+    return Kept(windows, _save_rows(fwd, ratio), carry)
 
-    def saves(rows: int) -> ops.Saves:
-        return ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=rows, slots=fwd.slots, marks=fwd.marks)
 
-    return Compression(
-        windows=windows,
-        entry_table=ops.rope_table(windows.position, rope.compress),
-        save_pending=saves(ratio),
-        save_carry=saves(2 * ratio) if sparse else None,
-        num_visible=num_visible,
-        longest=longest,
-        visible=visible,
-    )
+def _save_rows(fwd: Forward, rows: int) -> ops.Saves:
+    """The last tokens of each sequence in a ring of `rows`."""
+    if fwd.capacity:
+        return ops.Saves(
+            torch.arange(len(fwd.tokens), device=fwd.tokens.device), fwd.slots, fwd.positions % rows
+        )
+    return ops.plan_saves(fwd.q_lens, fwd.kv_lens, rows=rows, slots=fwd.slots, marks=fwd.marks)
 
 
 def _sequences(q_lens: Sequence[int], device: torch.device) -> torch.Tensor:
     """[T] int64: the sequence of each token."""
     return torch.from_numpy(np.repeat(np.arange(len(q_lens)), q_lens)).to(device)
-
-
-def _flat(entries: torch.Tensor, fwd: Forward, ratio: int, seq: torch.Tensor) -> torch.Tensor:
-    per_page = fwd.page_tokens // ratio
-    at = entries.clamp(min=0)
-    flat = fwd.pages[seq[:, None], at // per_page] * per_page + at % per_page
-    return flat.masked_fill_(entries < 0, -1)

@@ -20,7 +20,7 @@ import torch
 from splitserve.ops import triton as ops
 from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.tuned import sizes, tuned
-from splitserve.ops.ref.v4.sparse import Rows
+from splitserve.ops.ref.v4 import Gate, Places, Rows, Singles, Store
 from splitserve.ops.triton import (
     attention,
     dense,
@@ -35,12 +35,12 @@ from splitserve.ops.triton import (
     v4,
 )
 from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, multiply, quantise_rows, round_rows
-from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, sparse, sparse_few
+from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, singles, sparse, sparse_few
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
-    compress, experts, hyper, indexer, rows, sparse, sparse_few,
+    compress, experts, hyper, indexer, rows, singles, sparse, sparse_few,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -189,10 +189,11 @@ def _v4_cases() -> Iterator[Case]:
         yield Case(f"attend_{tokens}", partial(_attend, tokens, (LATENT, U8)))
         yield Case(f"attend_plain_{tokens}", partial(_attend, tokens, (DIM, torch.bfloat16)))
     yield Case("index", _each("rate_entries", _index))
-    yield Case("choose_entries", lambda _: v4.choose_entries(meta(2, 8192, dtype=F32), 512))
+    yield Case("choose_entries", _choose)
     yield Case("norms", _norms)
     yield Case("rows", _rows)
     yield Case("pool", _pool)
+    yield Case("absorb", _absorb)
 
 
 def _hyper(tokens: int) -> None:
@@ -223,6 +224,28 @@ def _index(tokens: int) -> None:
         for lens in ([1] * tokens, [2, *[1] * (tokens - 2)] if tokens > 1 else [1]):
             v4.index_scores(meta(tokens, 64, 128), meta(tokens, 64, dtype=F32), view, meta(len(lens), 32, dtype=I64),
                             meta(tokens, dtype=I64), q_lens=lens)  # fmt: skip
+
+
+def _choose(_: int) -> None:
+    scores, pages = meta(2, 8192, dtype=F32), meta(2, 32, dtype=I64)
+    v4.choose_entries(scores, 512)
+    for sequence in (None, meta(2, dtype=I64)):
+        v4.choose_located(scores, 512, Places(pages, sequence, 64))
+
+
+def _absorb(_: int) -> None:
+    half, ids = meta(8, ROPE // 2, dtype=F32), meta(8, dtype=I64)
+    step = Singles(ids, ids, meta(8, 32, dtype=I64), 256)
+    for ratio, width, keys in ((4, 512, False), (4, 128, True), (128, 512, False)):
+        row = (4 if ratio == 4 else 2) * width
+        gate = Gate(meta(ratio, row, dtype=F32), meta(width, dtype=F32), 1e-6)
+        pending = meta(64, ratio, 2 * width, dtype=F32)
+        carry = meta(64, 8, 2 * width, dtype=F32) if ratio == 4 else None
+        for packed in (True, False):
+            size = (132 if keys else LATENT) if packed else width
+            entries = meta(64, 256 // ratio, size, dtype=U8 if packed else BF16)
+            store = Store(pending, carry, entries, keys)
+            v4.absorb(meta(8, row, dtype=F32), gate, store, step, table=(half, half), dtype=BF16)
 
 
 def _norms(_: int) -> None:

@@ -8,6 +8,7 @@ from .attention import (
     attend_decode,
     attend_prefill,
     plan_decode,
+    plan_decode_any,
     plan_prefill,
     write_rows,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "linear",
     "mix_experts",
     "plan_decode",
+    "plan_decode_any",
     "plan_prefill",
     "prepare",
     "rms_norm",

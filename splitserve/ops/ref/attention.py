@@ -44,10 +44,13 @@ def write_rows(
     view: torch.Tensor,  # [num_pages, kv_heads, page_tokens, 2 * head_dim]
     k: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
     v: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
-    page: torch.Tensor,  # [num_tokens] int64
+    page: torch.Tensor,  # [num_tokens] int64; -1: not kept
     row: torch.Tensor,  # [num_tokens] int64
 ) -> None:
     """Put each token's key and value where its page says. (page, row) pairs must differ."""
+    kept = page >= 0
+    if not kept.all():
+        k, v, page, row = k[kept], v[kept], page[kept], row[kept]
     view[page, :, row] = torch.cat((k, v), dim=-1).to(view.dtype)
 
 
@@ -69,6 +72,17 @@ def plan_decode(
     bias = torch.zeros(visible.shape, device=pages.device).masked_fill(~visible, _NEVER)
     index_of, row = (token >= lens[seq, None]).nonzero(as_tuple=True)
     return DecodePlan(len(kv_lens), pages[seq, column], seq, bias[:, None, None], (index_of, row))
+
+
+def plan_decode_any(
+    pages: torch.Tensor,  # [num_seqs, max_pages] int64
+    lens: torch.Tensor,  # [num_seqs] int64: of each sequence, on the device; 0 for nobody's place
+    longest: int,  # noqa: ARG001 - that any of them may be: what a twin sizes its grid by
+    page_tokens: int,
+    window: int = 0,
+) -> DecodePlan:
+    """plan_decode where the host does not know the lengths. This one reads them back; a twin must not."""
+    return plan_decode(pages, lens.tolist(), page_tokens, window)
 
 
 def attend_decode(

@@ -60,12 +60,12 @@ def put_rows(
     follow()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BD)
-    place = (
-        view + tl.load(page + token) * view_page + head * view_head + tl.load(row + token) * view_row + col
-    )
-    tl.store(place, tl.load(k + token * k_token + head * k_head + col, mask=col < D, other=0.0), mask=col < D)
+    unit = tl.load(page + token)
+    place = view + unit * view_page + head * view_head + tl.load(row + token) * view_row + col
+    inside = (col < D) & (unit + col * 0 >= 0)
+    tl.store(place, tl.load(k + token * k_token + head * k_head + col, mask=inside, other=0.0), mask=inside)
     tl.store(
-        place + D, tl.load(v + token * v_token + head * v_head + col, mask=col < D, other=0.0), mask=col < D
+        place + D, tl.load(v + token * v_token + head * v_head + col, mask=inside, other=0.0), mask=inside
     )
 
 
@@ -160,7 +160,7 @@ def decode_join(
         mixed = mixed * tl.exp2(best - top) + tl.sum(parts * weight[:, None], 0)
         total = total * tl.exp2(best - top) + tl.sum(totals * weight, 0)
         best = top
-    tl.store(out + row * D + col, mixed / total, mask=col < D)
+    tl.store(out + row * D + col, mixed / tl.maximum(total, 1e-30), mask=col < D)  # nobody's place: no keys
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def write_rows(
     view: torch.Tensor,  # [num_pages, kv_heads, page_tokens, 2 * head_dim]
     k: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
     v: torch.Tensor,  # [num_tokens, kv_heads, head_dim]
-    page: torch.Tensor,  # [num_tokens] int64
+    page: torch.Tensor,  # [num_tokens] int64; -1: not kept
     row: torch.Tensor,  # [num_tokens] int64
 ) -> None:
     """Twin of ref.write_rows."""
@@ -267,6 +267,17 @@ def plan_decode(
     """Twin of ref.plan_decode."""
     lens = torch.tensor(kv_lens, dtype=torch.int32, device=pages.device)
     return DecodePlan(pages.contiguous(), lens, max(kv_lens, default=0), window)
+
+
+def plan_decode_any(
+    pages: torch.Tensor,  # [num_seqs, max_pages] int64
+    lens: torch.Tensor,  # [num_seqs] int64: of each sequence, on the device; 0 for nobody's place
+    longest: int,  # that any of them may be
+    page_tokens: int,
+    window: int = 0,
+) -> DecodePlan:
+    """Twin of ref.plan_decode_any."""
+    return DecodePlan(pages.contiguous(), lens.int(), longest, window)
 
 
 def attend_decode(

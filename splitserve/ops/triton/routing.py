@@ -65,9 +65,11 @@ def choose_few(
 def add_choices(
     parts,  # [SPLITS, T * count, D]: rows of experts that are elsewhere hold anything
     experts,  # [T, count] int64
+    plus,  # [T, D]; PLUS only
     out,  # [T, D]
     num_pairs, D, count, first, num_local,
     SPLITS: tl.constexpr,
+    PLUS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
@@ -81,6 +83,8 @@ def add_choices(
         for split in tl.static_range(SPLITS):
             at = parts + (split * num_pairs + token * count + i) * D + col
             total += tl.load(at, mask=col < size, other=0.0).to(tl.float32)
+    if PLUS:
+        total += tl.load(plus + token * D + col, mask=col < D, other=0.0).to(tl.float32)
     tl.store(out + token * D + col, total, mask=col < D)
 
 
@@ -90,14 +94,16 @@ def add_up(
     *,
     local: range,
     dtype: torch.dtype,
+    plus: torch.Tensor | None = None,  # [T, D]
 ) -> torch.Tensor:  # [T, D]
-    """The sum of each token's choices among the experts that are here."""
+    """The sum of each token's choices among the experts that are here, and of `plus`."""
     splits, pairs, size = parts.shape
     tokens, count = experts.shape
     out = torch.empty(tokens, size, dtype=dtype, device=parts.device)
     launch(
         add_choices, (tokens, triton.cdiv(size, 1024)),
-        parts, experts, out, pairs, size, count, local.start, len(local), SPLITS=splits, BD=1024, num_warps=4,
+        parts, experts, out if plus is None else plus, out, pairs, size, count, local.start, len(local),
+        SPLITS=splits, PLUS=plus is not None, BD=1024, num_warps=4,
     )  # fmt: skip
     return out
 

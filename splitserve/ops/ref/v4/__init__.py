@@ -4,7 +4,7 @@ from .compress import CSA, Saves, Windows, plan_saves, plan_windows, pool_window
 from .dense import Table, grouped_linear, linear_f32, rms_norm, rope_table, rotate_tail
 from .experts import clamped_swiglu, expert_ffn, mix_experts, route, route_by_token
 from .hyper import hc_head, hc_post, hc_pre
-from .indexer import choose_entries, index_scores
+from .indexer import Places, choose_entries, index_scores, locate_entries
 from .quant import (
     Mxfp4,
     Tiles,
@@ -18,17 +18,23 @@ from .quant import (
     ue8m0_to_float,
 )
 from .rows import decode_keys, decode_latents, encode_keys, encode_latents, take_rows, write_rows
+from .singles import Gate, Singles, Store, absorb, entry_positions, windows_of_singles
 from .sparse import Rows, attend
 
 __all__ = [
     "CSA",
+    "Gate",
     "Mxfp4",
+    "Places",
     "Rows",
     "Saves",
+    "Singles",
+    "Store",
     "Table",
     "Tiles",
     "Weight",
     "Windows",
+    "absorb",
     "attend",
     "choose_entries",
     "clamped_swiglu",
@@ -39,6 +45,7 @@ __all__ = [
     "dequantise_tiles",
     "encode_keys",
     "encode_latents",
+    "entry_positions",
     "expert_ffn",
     "grouped_linear",
     "hc_head",
@@ -47,6 +54,7 @@ __all__ = [
     "index_scores",
     "linear",
     "linear_f32",
+    "locate_entries",
     "mix_experts",
     "plan_saves",
     "plan_windows",
@@ -60,5 +68,6 @@ __all__ = [
     "route_by_token",
     "take_rows",
     "ue8m0_to_float",
+    "windows_of_singles",
     "write_rows",
 ]

@@ -8,12 +8,22 @@ A weight may be negative. Where all heads are below zero the score is exactly 0;
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .rows import decode_keys
 
 _STRETCH = 1 << 22  # numbers of [tokens, heads, entries] at once: 16 MB
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the entries of a step's sequences lie."""
+
+    pages: torch.Tensor  # [num_seqs, max_pages] int64
+    sequence: torch.Tensor | None  # [T] int64: of each token; None: token i is the only one of sequence i
+    per_page: int  # entries
 
 
 def index_scores(
@@ -46,6 +56,16 @@ def choose_entries(
 ) -> torch.Tensor:  # [T, min(count, N)] int64: entries in any order, -1 where fewer are visible
     best, entries = scores.topk(min(count, scores.shape[1]), dim=-1, sorted=False)
     return entries.masked_fill_(best == -torch.inf, -1)
+
+
+def locate_entries(
+    entries: torch.Tensor,  # [T, K] int64: entries of each token's sequence, -1 for none
+    places: Places,
+) -> torch.Tensor:  # [T, K] int64: flat positions in a view of pages, -1 for none
+    at = entries.clamp(min=0)
+    seq = torch.arange(len(entries), device=entries.device) if places.sequence is None else places.sequence
+    flat = places.pages[seq[:, None], at // places.per_page] * places.per_page + at % places.per_page
+    return flat.masked_fill_(entries < 0, -1)
 
 
 def _score(

@@ -50,9 +50,12 @@ def decode_keys(
 def write_rows(
     view: torch.Tensor,  # [units, rows_per_unit, width], any strides
     rows: torch.Tensor,  # [N, width]
-    unit: torch.Tensor,  # [N] int64
+    unit: torch.Tensor,  # [N] int64; -1: the row is not kept
     row: torch.Tensor,  # [N] int64; (unit, row) pairs must differ
 ) -> None:
+    kept = unit >= 0
+    if not kept.all():
+        rows, unit, row = rows[kept], unit[kept], row[kept]
     view[unit, row] = rows.to(view.dtype)
 
 

@@ -5,11 +5,12 @@ Weights in codes are taken as `prepare` leaves them. Decoding rows is part of th
 
 from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
 from .dense import Table, grouped_linear, linear_f32, rms_norm, rms_norm_rotate, rope_table, rotate_tail
-from .experts import clamped_swiglu, expert_ffn, mix_experts, route, route_by_token
+from .experts import clamped_swiglu, expert_ffn, mix_experts, mix_with_shared, route, route_by_token
 from .hyper import hc_head, hc_post, hc_pre
-from .indexer import choose_entries, index_scores
+from .indexer import choose_entries, choose_located, index_scores
 from .quant import linear, linear_rounded, prepare
 from .rows import encode_keys, encode_latents, take_rows, write_keys, write_latents, write_rows
+from .singles import absorb
 from .sparse import Rows, attend
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "Saves",
     "Table",
     "Windows",
+    "absorb",
     "attend",
     "choose_entries",
+    "choose_located",
     "clamped_swiglu",
     "encode_keys",
     "encode_latents",
@@ -32,6 +35,7 @@ __all__ = [
     "linear_f32",
     "linear_rounded",
     "mix_experts",
+    "mix_with_shared",
     "plan_saves",
     "plan_windows",
     "pool_windows",

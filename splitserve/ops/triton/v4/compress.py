@@ -17,7 +17,7 @@ BW = 128  # channels of a program
 
 
 @triton.jit
-def _more(best, total, mixed, kv, score):
+def more(best, total, mixed, kv, score):
     """A few tokens more in the running softmax over axis 0."""
     top = tl.maximum(best, tl.max(score, 0))
     shrink = tl.exp(best - top)
@@ -58,7 +58,7 @@ def pool(
         there = (s < RATIO)[:, None] & inside
         kv = tl.load(rows, mask=there, other=0.0)
         score = tl.load(rows + WIDTH, mask=there, other=never)
-        best, total, mixed = _more(best, total, mixed, kv, score)
+        best, total, mixed = more(best, total, mixed, kv, score)
     if CARRY:
         s = tl.arange(0, BS)
         count = tl.load(has_before + window).to(tl.int32) * RATIO
@@ -69,7 +69,7 @@ def pool(
         there = (s < count)[:, None] & inside
         kv = tl.load(rows, mask=there, other=0.0)
         score = tl.load(rows + WIDTH, mask=there, other=never)
-        best, total, mixed = _more(best, total, mixed, kv, score)
+        best, total, mixed = more(best, total, mixed, kv, score)
     tl.store(out + window * WIDTH + col, mixed / total, mask=col < WIDTH)
 
 

@@ -97,6 +97,21 @@ def mix_experts(
     exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [T, hidden] float32: the sum over this rank's experts
     """Twin of ref.v4.mix_experts."""
+    parts = _parts(x, (gate_up, down), (weights, experts), local=local, limit=limit, exact=exact)
+    return add_up(parts, experts.contiguous(), local=local, dtype=torch.float32)
+
+
+def _parts(
+    x: torch.Tensor,
+    matrices: tuple[Codes | Words, Codes | Words],
+    chosen: tuple[torch.Tensor, torch.Tensor],  # weights, experts
+    *,
+    local: range,
+    limit: float,
+    exact: bool,
+) -> torch.Tensor:  # [splits, T * count, hidden]
+    """What each chosen expert gives, times its weight."""
+    (gate_up, down), (weights, experts) = matrices, chosen
     experts, weights = experts.contiguous(), weights.contiguous()
     tokens, count = experts.shape
     load = triton.cdiv(tokens * count, len(local))  # rows of an expert, on average
@@ -104,5 +119,20 @@ def mix_experts(
     groups = group_pairs(experts, local=local, block=block)
     rows = x if exact else rounded(x, gate_up, rows=load)
     inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit)
-    parts = multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
-    return add_up(parts, experts, local=local, dtype=torch.float32)
+    return multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
+
+
+def mix_with_shared(
+    x: torch.Tensor,  # [T, hidden] bf16
+    routed: tuple[Codes | Words, Codes | Words],  # gate-up and down of the routed experts
+    shared: tuple[Codes | Words, Codes | Words],  # and of the one that all tokens share
+    weights: torch.Tensor,  # [T, count] float32
+    experts: torch.Tensor,  # [T, count] int64, global numbers
+    *,
+    local: range,
+    limit: float,
+) -> torch.Tensor:  # [T, hidden] bf16
+    """mix_experts and expert_ffn, added in float32 and rounded once."""
+    own = expert_ffn(x, *shared, limit)
+    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=True)
+    return add_up(parts, experts.contiguous(), local=local, dtype=own.dtype, plus=own)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.ref.v4.indexer import Places
 from splitserve.ops.triton.codes import e4m3_bits
 from splitserve.ops.triton.overlap import follow
 
@@ -131,7 +132,11 @@ def _ranks(x):
 def select_best(
     scores,  # [T, num_entries] float32
     chosen,  # [T, count] int64
+    pages, max_pages, per_page,  # [num_seqs, max_pages] int64; LOCATED only
+    seq_of,  # [T] int64, unless ONE
     num_entries, count,
+    LOCATED: tl.constexpr,  # entries become flat positions in a view of pages
+    ONE: tl.constexpr,  # every sequence has one token
     BN: tl.constexpr,
 ):  # fmt: skip
     # grid: [T]
@@ -167,7 +172,12 @@ def select_best(
         order = equal + tl.cumsum(same.to(tl.int32), 0)
         take = ((rank > limit) & (at < num_entries)) | (same & (order <= missing))
         into = done + tl.cumsum(take.to(tl.int32), 0) - 1
-        entry = tl.where(score == float("-inf"), -1, at).to(tl.int64)
+        entry = at.to(tl.int64)
+        if LOCATED:
+            seq = token if ONE else tl.load(seq_of + token)
+            page = tl.load(pages + seq * max_pages + at // per_page, mask=take, other=0)
+            entry = page * per_page + at % per_page
+        entry = tl.where(score == float("-inf"), -1, entry)
         tl.store(chosen + token * count + into, entry, mask=take)
         done += tl.sum(take.to(tl.int32), 0)
         equal += tl.sum(same.to(tl.int32), 0)
@@ -178,9 +188,28 @@ def choose_entries(
     count: int,
 ) -> torch.Tensor:  # [T, min(count, N)] int64: entries in any order, -1 where fewer are visible
     """Twin of ref.v4.choose_entries. In order of entries; of equal scores the first are taken."""
+    return _choose(scores, count, None)
+
+
+def choose_located(
+    scores: torch.Tensor,  # [T, N] float32, -inf where not visible
+    count: int,
+    places: Places,
+) -> torch.Tensor:  # [T, min(count, N)] int64: flat positions in a view of pages, -1 where fewer are visible
+    """locate_entries of choose_entries, in one kernel."""
+    return _choose(scores, count, places)
+
+
+def _choose(scores: torch.Tensor, count: int, places: Places | None) -> torch.Tensor:
     scores = scores.contiguous()
     tokens, entries = scores.shape
     chosen = torch.empty(tokens, min(count, entries), dtype=torch.int64, device=scores.device)
     size = min(max(256, triton.next_power_of_2(entries)), 4096)
-    launch(select_best, (tokens,), scores, chosen, entries, chosen.shape[1], BN=size, num_warps=8)
+    pages, per_page = (chosen, 1) if places is None else (places.pages, places.per_page)
+    sequence = None if places is None else places.sequence
+    launch(
+        select_best, (tokens,),
+        scores, chosen, pages, pages.shape[1], per_page, chosen if sequence is None else sequence, entries, chosen.shape[1],
+        LOCATED=places is not None, ONE=sequence is None, BN=size, num_warps=8,
+    )  # fmt: skip
     return chosen

@@ -18,7 +18,7 @@ GROUP = 64
 def put_latents(
     x,  # [rows, NOPE + ROPE]
     view,  # bytes where PACKED
-    unit, row,  # [rows] int64; not where DENSE
+    unit, row,  # [rows] int64, unit -1: not kept; not where DENSE
     x_row, unit_stride, row_stride,
     PACKED: tl.constexpr,
     DENSE: tl.constexpr,  # row i goes to row i of one unit
@@ -32,35 +32,38 @@ def put_latents(
     # grid: [rows]
     follow()
     i = tl.program_id(0).to(tl.int64)
+    at = i * 0  # of nobody's row: -1
     if DENSE:
         into = view + i * row_stride
     else:
-        into = view + tl.load(unit + i) * unit_stride + tl.load(row + i) * row_stride
+        at = tl.load(unit + i)
+        into = view + at * unit_stride + tl.load(row + i) * row_stride
     source = x + i * x_row
     if PACKED:
         group = tl.arange(0, GROUPS)
         col = group[:, None] * 64 + tl.arange(0, 64)[None, :]
         wide = tl.load(source + col, mask=col < NOPE, other=0.0).to(tl.float32)
         scale = e4m3_scale(tl.max(tl.abs(wide), 1))
-        tl.store(into + col, to_e4m3(wide / scale[:, None], FP8), mask=col < NOPE)
+        tl.store(into + col, to_e4m3(wide / scale[:, None], FP8), mask=(col < NOPE) & (at + col * 0 >= 0))
         turn = tl.arange(0, ROPE)
         turned = (into + NOPE).to(tl.pointer_type(tl.bfloat16)) + turn
-        tl.store(turned, tl.load(source + NOPE + turn).to(tl.bfloat16))
+        tl.store(turned, tl.load(source + NOPE + turn).to(tl.bfloat16), mask=at + turn * 0 >= 0)
         exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
         scales = into + NOPE + 2 * ROPE
-        tl.store(scales + group, exponent, mask=group * 64 < NOPE)
+        tl.store(scales + group, exponent, mask=(group * 64 < NOPE) & (at + group * 0 >= 0))
         rest = tl.arange(0, 8)
-        tl.store(scales + rest, 0, mask=(rest >= (NOPE + 63) // 64) & (rest < TAIL))
+        tl.store(scales + rest, 0, mask=(rest >= (NOPE + 63) // 64) & (rest < TAIL) & (at + rest * 0 >= 0))
     else:
         col = tl.arange(0, D)
-        tl.store(into + col, tl.load(source + col, mask=col < NOPE + ROPE, other=0.0), mask=col < NOPE + ROPE)
+        inside = col < NOPE + ROPE
+        tl.store(into + col, tl.load(source + col, mask=inside, other=0.0), mask=inside & (at + col * 0 >= 0))
 
 
 @triton.jit
 def put_keys(
     x,  # [rows, D]
     view,  # bytes where PACKED
-    unit, row,  # [rows] int64; not where DENSE
+    unit, row,  # [rows] int64, unit -1: not kept; not where DENSE
     x_row, unit_stride, row_stride,
     PACKED: tl.constexpr,
     DENSE: tl.constexpr,
@@ -71,18 +74,21 @@ def put_keys(
     # grid: [rows]
     follow()
     i = tl.program_id(0).to(tl.int64)
+    at = i * 0  # of nobody's row: -1
     if DENSE:
         into = view + i * row_stride
     else:
-        into = view + tl.load(unit + i) * unit_stride + tl.load(row + i) * row_stride
+        at = tl.load(unit + i)
+        into = view + at * unit_stride + tl.load(row + i) * row_stride
     col = tl.arange(0, BD)
     wide = tl.load(x + i * x_row + col, mask=col < D, other=0.0).to(tl.float32)
     if PACKED:
         scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-4) / 448.0
-        tl.store(into + col, to_e4m3(wide / scale, FP8), mask=col < D)
-        tl.store((into + D).to(tl.pointer_type(tl.float32)), scale)
+        tl.store(into + col, to_e4m3(wide / scale, FP8), mask=(col < D) & (at + col * 0 >= 0))
+        if at >= 0:
+            tl.store((into + D).to(tl.pointer_type(tl.float32)), scale)
     else:
-        tl.store(into + col, wide, mask=col < D)
+        tl.store(into + col, wide, mask=(col < D) & (at + col * 0 >= 0))
 
 
 @triton.jit
@@ -105,13 +111,14 @@ def move_rows(
         tl.store(rows + i * rows_stride + col, value, mask=col < width)
     else:
         place = view + at * unit_stride + tl.load(row + i) * row_stride + col
-        tl.store(place, tl.load(rows + i * rows_stride + col, mask=col < width, other=0.0), mask=col < width)
+        value = tl.load(rows + i * rows_stride + col, mask=col < width, other=0.0)
+        tl.store(place, value, mask=(col < width) & (at + col * 0 >= 0))
 
 
 def write_latents(
     view: torch.Tensor,  # [units, rows_per_unit, width]: bytes where packed
     x: torch.Tensor,  # [N, head_dim]
-    unit: torch.Tensor,  # [N] int64
+    unit: torch.Tensor,  # [N] int64; -1: the row is not kept
     row: torch.Tensor,  # [N] int64
     *,
     rope_dim: int,
@@ -154,7 +161,7 @@ def encode_keys(
 def write_rows(
     view: torch.Tensor,  # [units, rows_per_unit, width], any strides
     rows: torch.Tensor,  # [N, width]
-    unit: torch.Tensor,  # [N] int64
+    unit: torch.Tensor,  # [N] int64; -1: the row is not kept
     row: torch.Tensor,  # [N] int64; (unit, row) pairs must differ
 ) -> None:
     """Twin of ref.v4.write_rows."""
