@@ -6,13 +6,13 @@ it. The host waits for them, and for nothing else on the device: some millisecon
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from splitserve.ops.choose import served
 from splitserve.spec import Field, Kind, Units
 from splitserve.transfer.digest import Words
 
@@ -43,8 +43,8 @@ class DeviceDigests:
 
 
 def _ops(device: torch.device) -> Any:
-    """The kernels where Triton serves the GPU, else plain torch."""
-    if served(device):
+    """The kernels on a GPU (device.take has seen that it is new enough) with Triton, else plain torch."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from splitserve.ops.triton import digest
 
         return digest
