@@ -256,7 +256,9 @@ def _state(parser: argparse.ArgumentParser) -> None:
 
 def _render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=("kubernetes",), help="kubernetes: manifests for `kubectl apply -f -`"
+        "what",
+        choices=("kubernetes", "systemd"),
+        help="kubernetes: manifests for `kubectl apply -f -`; systemd: a unit that runs `up`",
     )
     parser.add_argument("file", metavar="FILE", help="deployment file, for example deploy/demo.toml")
     parser.add_argument(
@@ -272,6 +274,9 @@ def _render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shm", default="8Gi", metavar="SIZE", help="of an engine's /dev/shm (default: 8Gi)")
     parser.add_argument(
         "--models", default="", metavar="CLAIM", help="volume claim that holds the model's directory"
+    )
+    parser.add_argument(
+        "--user", default="", metavar="NAME", help="whom the systemd service runs as (default: root)"
     )
     parser.add_argument(
         "--set",
