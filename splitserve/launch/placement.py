@@ -138,7 +138,7 @@ def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
     wanted = sum(e.config.tp for e in engines if e.config.device == "cuda")
     if wanted > len(topology.gpus):
         raise ConfigError(
-            f"{wanted} GPU ranks but {len(topology.gpus)} GPUs here",
+            f"{wanted} GPU ranks but {len(topology.gpus)} GPUs here{_why_none(topology)}",
             field="device",
             fix='lower tp or replicas, or set device = "cpu"; GPU counts need nvidia-ml-py (pip install nvidia-ml-py)',
         )
@@ -153,6 +153,11 @@ def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
             e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: {why}"))  # noqa: PLW2901
         placed.append(e)
     return placed
+
+
+def _why_none(topology: Topology) -> str:
+    """What NVML said where it told of no GPU: a missing module or driver looks like a missing GPU otherwise."""
+    return f": {topology.no_gpus}" if topology.no_gpus and not topology.gpus else ""
 
 
 def _named_gpus(engine: _Engine, topology: Topology) -> tuple[list[Gpu], str]:
@@ -217,7 +222,7 @@ def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
         if e.cpus:
             placed.append(e)
             continue
-        own = _pick(free, each * e.config.tp, _wished_node(e, topology))
+        own = _cores_of(e, free, each, topology)
         free = [c for c in free if c not in own]
         cpus = tuple(c.cpus[0] for c in own)
         share = f"{each} of {len(topology.cores)} cores{quota} for each of {ranks} ranks"
@@ -226,6 +231,17 @@ def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
         why = f"cpus {_list(cpus)}: {share}, shared with no other engine"
         placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
     return placed
+
+
+def _cores_of(engine: _Engine, free: list[Core], each: int, topology: Topology) -> list[Core]:
+    """`each` cores for every rank, in the order of ranks; beside its own GPU where these lie on several nodes."""
+    if engine.config.node >= 0 or len(_gpu_nodes(engine, topology)) < 2:
+        return _pick(free, each * engine.config.tp, _wished_node(engine, topology))
+    node_of = {g.index: g.node for g in topology.gpus}
+    own: list[Core] = []
+    for gpu in engine.gpus:
+        own += _pick([c for c in free if c not in own], each, node_of[gpu])
+    return own
 
 
 def _gpu_nodes(engine: _Engine, topology: Topology) -> set[int]:

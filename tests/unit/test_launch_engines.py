@@ -77,6 +77,7 @@ def test_sglang_on_the_box_of_eight() -> None:
         "--numa-node 1 1 1 1 --served-model-name deepseek-v4-flash --max-running-requests 64"
     )
     assert environment(specs["decode-0"]) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "4,5,6,7",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_DISAGGREGATION_NIXL_BACKEND": "UCX",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from splitserve.launch.commands import fill
 from splitserve.launch.deployment import Deployment, load, parse
 from splitserve.launch.placement import ProcSpec, explain, place
 from splitserve.launch.topology import Core, Gpu, Node, Topology
+from splitserve.numa import share_of
 
 
 def machine(
@@ -106,8 +108,20 @@ def test_gpus_go_round_once_and_a_missing_one_is_said():
     specs = place(machine(nodes=2, cores=8, gpus=4), d)
     assert [s.gpus for s in specs] == [(0, 2), (1, 3), ()]
     assert specs[0].env["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert (
+        specs[0].env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    )  # else CUDA counts the fastest first, NVML by the bus
     with pytest.raises(ConfigError, match="4 GPU ranks but 3 GPUs"):
         place(machine(gpus=3), d)
+
+
+def test_gpus_that_nvml_does_not_tell_of_are_missed_with_its_reason():
+    told = "nvidia-ml-py is not installed"
+    for wish in ({"device": "cuda"}, {"device": "cuda", "gpus": [0]}):
+        with pytest.raises(ConfigError, match=f"0 GPUs here: {told}"):
+            place(replace(machine(), no_gpus=told), deployment(unified=wish))
+    with pytest.raises(ConfigError, match=r"0 GPUs here$"):  # a machine that was made up, or an older file
+        place(machine(), deployment(unified={"device": "cuda"}))
 
 
 def test_the_routers_command_names_every_engine_and_wished_ports_count_up():
@@ -177,6 +191,56 @@ def test_the_box_of_eight_is_split_along_its_memory_nodes():
     assert {c.node for c in machine.cores if set(c.cpus) & set(decode.cpus)} == {1}
     assert len(prefill.cpus) == len(decode.cpus) == 28
     assert router.ports[0].port == 8000
+
+
+def planned(file: str, machine: Topology) -> list[ProcSpec]:
+    return place(machine, load(str(DEPLOY / f"rtx-pro-6000-x8-{file}.toml"), environ={}))
+
+
+def nodes_of(machine: Topology, cpus: tuple[int, ...]) -> set[int]:
+    return {c.node for c in machine.cores if set(c.cpus) & set(cpus)}
+
+
+def test_tp8_over_both_halves_gives_each_rank_cores_beside_its_gpu():
+    machine = topology.load(TOPOLOGIES / "rtx-pro-6000-x8.json")
+    engine, router = planned("tp8", machine)
+    assert (engine.gpus, engine.memory_node, engine.memory) == (tuple(range(8)), None, "default")
+    node_of = {g.index: g.node for g in machine.gpus}
+    for rank, gpu in enumerate(engine.gpus):
+        assert nodes_of(machine, share_of(engine.cpus, rank, 8)) == {node_of[gpu]}
+    assert len(engine.cpus) == 56
+    assert router.ports[0].port == 8000
+
+
+def test_two_replicas_get_a_half_of_the_box_each():
+    machine = topology.load(TOPOLOGIES / "rtx-pro-6000-x8.json")
+    *replicas, router = planned("2xtp4", machine)
+    assert [(s.name, s.gpus, s.memory) for s in replicas] == [
+        ("unified-0", (0, 1, 2, 3), "bind:0"),
+        ("unified-1", (4, 5, 6, 7), "bind:1"),
+    ]
+    assert [nodes_of(machine, s.cpus) for s in replicas] == [{0}, {1}]
+    assert router.argv.count("--worker") == 2
+
+
+def test_2p2d_has_prefill_on_one_half_and_decode_on_the_other():
+    machine = topology.load(TOPOLOGIES / "rtx-pro-6000-x8.json")
+    *pairs, router = planned("2p2d", machine)
+    assert [(s.name, s.gpus, s.memory) for s in pairs] == [
+        ("prefill-0", (0, 1), "bind:0"),
+        ("prefill-1", (2, 3), "bind:0"),
+        ("decode-0", (4, 5), "bind:1"),
+        ("decode-1", (6, 7), "bind:1"),
+    ]
+    assert [nodes_of(machine, s.cpus) for s in pairs] == [{0}, {0}, {1}, {1}]
+    assert max(Counter(cpu for s in pairs for cpu in s.cpus).values()) == 1
+    assert (router.argv.count("--prefill"), router.argv.count("--decode")) == (2, 2)
+
+
+@pytest.mark.parametrize("file", ["tp8", "2xtp4", "2p2d"])
+def test_the_box_of_eights_files_ask_for_more_than_four_cards(file: str):
+    with pytest.raises(ConfigError, match="8 GPU ranks but 4 GPUs"):
+        planned(file, topology.load(TOPOLOGIES / "rtx-4090-x4.json"))
 
 
 @pytest.mark.parametrize("swapped", [False, True])

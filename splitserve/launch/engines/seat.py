@@ -127,5 +127,10 @@ def ucx_settings(transfer: TransferConfig) -> dict[str, str]:
 
 
 def gpu_settings(seat: Seat) -> dict[str, str]:
-    """The GPUs it may see, in the order of its ranks."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {}
+    """The GPUs it may see, in the order of its ranks.
+
+    The numbers are NVML's, which follow the bus; CUDA's own order is the fastest first, another one in a mixed box.
+    """
+    if not seat.gpus:
+        return {}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))}
