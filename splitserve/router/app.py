@@ -245,7 +245,8 @@ class RouterApp:
                 member = self._fleet.remove(member_id)
                 self._watch.leave(member)
                 self._proxy.removed(member)
-                responder.send_json(200, {"status": "removed", "worker_id": member_id})
+                told = {"status": "removed", "worker_id": member_id, "num_inflight": member.num_inflight}
+                responder.send_json(200, told)
             case "POST", "drain":
                 responder.send_json(200, describe(self._fleet.drain(member_id), self._proxy.now()))
             case "POST", "undrain":

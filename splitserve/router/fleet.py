@@ -211,6 +211,7 @@ class Fleet:
         return member
 
     def remove(self, member_id: str) -> Member:
+        """No longer of the fleet; requests on it end as proxy.py says."""
         member = self.get(member_id)
         del self._members[member_id]
         self.tripped.discard(member_id)

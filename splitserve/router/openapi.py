@@ -11,7 +11,7 @@ from typing import Any
 WORKERS = {
     "/workers/{id}": {
         "get": "one member and its state",
-        "delete": "remove it; its requests end with an error",
+        "delete": "remove it; its requests have drain_s to end, then an error",
     },
     "/workers/{id}/drain": {"post": "no new requests for it; running ones end"},
     "/workers/{id}/undrain": {"post": "take it back"},

@@ -60,6 +60,7 @@ class Proxy:
         self._pools: dict[Origin, Pool] = {}
         self._authorities: dict[Origin, bytes] = {}
         self._stragglers: dict[Leg, float] = {}
+        self._leaving: dict[Member, float] = {}  # no longer of the fleet; when what still runs there is cut
         self._connecting: set[asyncio.Task[None]] = set()
         self._ticker = self.loop.call_later(TICK_S, self._tick)
 
@@ -165,15 +166,29 @@ class Proxy:
             if leg.ended or now > until:
                 leg.stop()
                 del self._stragglers[leg]
+        self._see_off(now)
 
     def removed(self, member: Member) -> None:
-        """`member` left the fleet: requests on it are cut with an error, its connections closed."""
-        for relay in [r for r in self._relays if r.uses(member)]:
-            relay.cancel(PeerLost(f"{member.id} was removed while it served this request"))
-        if not any(m.origin == member.origin for m in self.fleet):
-            pool = self._pools.pop(member.origin, None)
-            if pool is not None:
-                pool.close()
+        """`member` left the fleet: requests on it may end within `drain_s`, then they are cut with an error."""
+        self._leaving[member] = self.now() + self.config.drain_s
+        self._see_off(self.now())
+
+    def _see_off(self, now: float) -> None:
+        """Close the connections of removed members that have nothing left to do, or no time."""
+        for member, until in list(self._leaving.items()):
+            running = [r for r in self._relays if r.uses(member)]
+            if running and now < until:
+                continue
+            for relay in running:
+                limit = f"{self.config.drain_s:g} s"
+                relay.cancel(
+                    PeerLost(f"{member.id} was removed; this request had {limit} to end, and did not")
+                )
+            del self._leaving[member]
+            if not any(m.origin == member.origin for m in (*self.fleet, *self._leaving)):
+                pool = self._pools.pop(member.origin, None)
+                if pool is not None:
+                    pool.close()
 
     async def close(self) -> None:
         """Cut what still runs with a typed error and close all connections to engines."""

@@ -409,7 +409,7 @@ class Relay:
         return self._route is not None and member in self._route.members
 
     def cancel(self, error: SplitserveError, *, outcome: str = "lost") -> None:
-        """End it now, whatever its state: the router stops, or an operator removed the engine."""
+        """End it now, whatever its state: the router stops, or a removed engine had its time."""
         if self._committed:
             self._break_off(error)
         else:

@@ -192,17 +192,67 @@ def test_draining_the_last_one_is_told_not_hidden() -> None:
     go(run())
 
 
-def test_removing_an_engine_ends_its_requests_with_an_error() -> None:
+def test_requests_of_a_removed_engine_may_end() -> None:
+    async def run() -> None:
+        prefill, decode, workers = await pair()
+        decode.behaves = completes(6, gap_s=0.05)
+        async with running(workers, drain_s=5.0) as router:
+            port = port_of(router)
+            await until(lambda: router.fleet.ready)
+            asking = asyncio.create_task(ask(port, "POST", "/v1/completions", PROMPT | {"stream": True}))
+            await until(lambda: len(decode.seen) == 1)
+            removed = await ask(port, "DELETE", "/workers/decode-0")
+            assert removed.json == {"status": "removed", "worker_id": "decode-0", "num_inflight": 1}
+            assert (await ask(port, "GET", "/workers/decode-0")).status == 404
+            refused = await ask(port, "POST", "/v1/completions", PROMPT)
+            assert (refused.status, len(decode.seen)) == (503, 1)  # nothing new goes there
+            answer = await asking
+            assert answer.status == 200
+            assert answer.body.endswith(b"data: [DONE]\n\n")
+            assert b"error" not in answer.body
+            await until(lambda: not router.proxy._leaving)  # seen off as soon as it was done
+            router.proxy.check()
+        await prefill.die()
+        await decode.die()
+
+    go(run())
+
+
+def test_an_engine_that_comes_back_while_it_is_seen_off_serves_on() -> None:
     async def run() -> None:
         prefill, decode, workers = await pair()
         decode.behaves = silent(head=True)
-        async with running(workers) as router:
+        async with running(workers, drain_s=0.3) as router:
+            port = port_of(router)
+            await until(lambda: router.fleet.ready)
+            asking = asyncio.create_task(ask(port, "POST", "/v1/completions", PROMPT))
+            await until(lambda: len(decode.seen) == 1)
+            await ask(port, "DELETE", "/workers/decode-0")
+            decode.behaves = completes(20, gap_s=0.03)  # longer than the old member's time
+            await ask(port, "POST", "/workers", {"url": decode.url, "worker_type": "decode"})
+            await until(lambda: router.fleet.ready)
+            answer = await ask(port, "POST", "/v1/completions", PROMPT | {"stream": True})
+            assert answer.body.endswith(b"data: [DONE]\n\n")
+            assert b"error" not in answer.body
+            assert (await asking).error["code"] == "peer_lost"
+        await prefill.die()
+        await decode.die()
+
+    go(run())
+
+
+def test_requests_of_a_removed_engine_that_do_not_end_get_an_error() -> None:
+    async def run() -> None:
+        prefill, decode, workers = await pair()
+        decode.behaves = silent(head=True)
+        async with running(workers, drain_s=0.2) as router:
             await until(lambda: router.fleet.ready)
             asking = asyncio.create_task(ask(port_of(router), "POST", "/v1/completions", PROMPT))
             await until(lambda: len(decode.seen) == 1)
             await ask(port_of(router), "DELETE", "/workers/decode-0")
             answer = await asking
             assert (answer.status, answer.error["code"]) == (502, "peer_lost")
+            assert "decode-0 was removed" in answer.error["message"]
             await until(lambda: decode.num_left == 1)
         await prefill.die()
         await decode.die()
