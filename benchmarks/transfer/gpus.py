@@ -180,9 +180,8 @@ def send(line: Connection, args: argparse.Namespace, shape: str, result: Connect
         times = []
         for _ in range(args.repeats):
             times.append(timed_write(rank.transport, peer, what))
-            result.send(
-                "copy"
-            )  # the parent copies between two writes of ours, so that both meet the same machine
+            # The parent copies as much between two writes of ours, so that both meet the same machine.
+            result.send(what.num_bytes)
             result.recv()
         line.send(shuffled)
         there = line.recv()

@@ -27,10 +27,12 @@ from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.limits import Limits
 from splitserve.engine.link import ServerLink
 from splitserve.engine.loop import Loop
+from splitserve.engine.replay import Replay, replayable
 from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.throttle import Launches, Throttled
 from splitserve.engine.transfers import Transfers
+from splitserve.engine.warm import plans, warm_up
 from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
@@ -113,12 +115,14 @@ class Builder:
         group = self._group(join.group_port, listening)
         model = self._load(group)
         capacity = self._capacity(min([self._free_bytes(), *ranks.free_bytes()]))
-        sized = Sized(capacity.num_pages, capacity.num_slots + capacity.num_snapshots)
+        sized = Sized(capacity.num_pages, capacity.num_slots + capacity.num_snapshots, capacity.max_len)
         ranks.send(sized)
         port, pool = self._memory(join.engine_id, sized)
+        plain = self._runner(model, pool, group, self._between_layers)
+        self._ready(plain, model, pool, group, sized)  # all ranks at once, so before they join
         cards = ranks.cards()
         scheduler = self._scheduler(capacity)
-        runner: Launches = self._runner(model, pool, group, self._between_layers)
+        runner: Launches = plain
         clock = None
         if port and self.device.type == "cuda":
             runner = clock = device.Clocked(runner)
@@ -143,7 +147,7 @@ class Builder:
             controls=controls,
             alive_fd=alive_fd,
         )
-        loop.plan_ahead = self.config.plan_ahead
+        loop.plan_ahead = self.config.plan_ahead or plain.replay is not None
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))
 
     def follower(self, line: Line, alive_fd: int | None) -> Follower:
@@ -151,9 +155,11 @@ class Builder:
         group = self._group(join.group_port, None)
         model = self._load(group)
         line.send(Loaded(self._free_bytes()))
-        port, pool = self._memory(join.engine_id, line.wait(JOIN_S))
+        sized = line.wait(JOIN_S)
+        port, pool = self._memory(join.engine_id, sized)
         watched = Watched(port)
         runner = self._runner(model, pool, group, watched.progress)
+        self._ready(runner, model, pool, group, sized)
         line.send(Joined(self.start.rank, port.card if port else None))
         return Follower(line, runner, pool=pool, watched=watched, alive_fd=alive_fd)
 
@@ -266,6 +272,43 @@ class Builder:
             constraints=Constraints(self._vocabulary),
             drafter=cast(DraftingModel, model) if self.drafts else None,
         )
+
+    def _ready(
+        self, runner: Runner, model: Model, pool: Pool, group: SoloGroup | TorchGroup, sized: Sized
+    ) -> None:
+        """On a GPU: compile what prompts need, and record decoding for every batch size; guesses do without graphs."""
+        if not replayable(model, self.device):
+            return
+        steps = plans(
+            page_tokens=self.config.page_tokens,
+            num_pages=sized.num_pages,
+            has_slots=sized.num_slots > 0,
+            step_tokens=self.config.step_tokens,
+        )
+        seconds = warm_up(
+            model.forward,
+            pool,
+            list(steps),
+            tp=group,
+            device=self.device,
+            page_tokens=self.config.page_tokens,
+            progress=lambda done: self.say("kernels", done),
+        )
+        _log.info("kernels of prompts are ready, in %.1f s", seconds)
+        if self.config.role == "prefill" or self.drafts:
+            return
+        replay = Replay(
+            model,
+            pool,
+            page_tokens=self.config.page_tokens,
+            tp=group,
+            device=self.device,
+            max_seqs=self.config.max_seqs,
+            max_len=sized.max_len,
+        )
+        seconds = replay.prepare(lambda done: self.say("graphs", done))
+        _log.info("decoding is recorded for up to %d sequences, in %.1f s", replay.most, seconds)
+        runner.replay = replay
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(tokenizer.load(self.source.path), self.cfg.vocab)

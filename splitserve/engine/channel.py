@@ -43,6 +43,7 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 
     num_pages: int
     num_slots: int  # those for snapshots included
+    max_len: int  # tokens that a sequence may have
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

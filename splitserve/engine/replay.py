@@ -39,6 +39,11 @@ class Model(Protocol):
     def forward(self, fwd: Forward) -> torch.Tensor: ...
 
 
+def replayable(model: Any, device: torch.device) -> bool:
+    """Whether a model's step reads nothing back from the device: it runs on the kernels of ops/triton."""
+    return device.type == "cuda" and bool(getattr(model, "replayable", False))
+
+
 def suits(chunks: Sequence[Chunk]) -> bool:
     """Whether a step is one token for each sequence, and nothing has to be kept on the way."""
     return bool(chunks) and all(c.num_tokens == 1 and not c.marks and not c.prompt_next for c in chunks)

@@ -19,6 +19,7 @@ import torch
 from splitserve.errors import ConfigError
 from splitserve.layers.forward import Forward, Group
 from splitserve.layers.linear import Embedding
+from splitserve.layers.v4 import kernels as plain_kernels
 from splitserve.layers.v4.attention import Attention
 from splitserve.layers.v4.compressor import Compressor, bias_rows
 from splitserve.layers.v4.experts import Experts
@@ -106,6 +107,11 @@ class DeepseekV4:
         )
         self._draft = draft
         self._layers: list[Layer] = []
+
+    @property
+    def replayable(self) -> bool:
+        """Whether steps of any lengths read nothing back from the device (engine/replay.py)."""
+        return self.ops is not plain_kernels
 
     def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None:
         """Read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""

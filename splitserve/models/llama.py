@@ -119,6 +119,11 @@ class Llama:
         self._rope_scale = rope.scale
         self._layers: list[Layer] = []
 
+    @property
+    def replayable(self) -> bool:
+        """Whether steps of any lengths read nothing back from the device (engine/replay.py)."""
+        return self._ops.__name__ == "splitserve.ops.triton"
+
     def load(self, source: Source, progress: Callable[[float], None] | None = None) -> None:
         """Compile kernels, read this rank's part of the checkpoint; `progress` gets 0..1. Raises WeightsError."""
         report = progress or (lambda _: None)

@@ -47,7 +47,7 @@ def test_the_gpu_s_kernels_compute_the_model(
     """A chunk beside a single token, single tokens of known lengths, and of any; each from the same state."""
     write_checkpoint(tmp_path, config)
     plain = bench_on(kernels, tmp_path, monkeypatch, kv)
-    ours = bench_on(GpuKernels(), tmp_path, monkeypatch, kv)
+    ours = bench_on(GpuKernels(exact=True), tmp_path, monkeypatch, kv)
     texts = [[random_text(60, seed=s, first_page=1 + s, slot=s) for s in range(2)] for _ in range(2)]
     plain.step([(texts[0][0], 37), (texts[0][1], 6)])
     for text in texts[1]:

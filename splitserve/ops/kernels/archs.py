@@ -67,4 +67,4 @@ def _one(name: str, arch: int) -> str:
     tiles = "own tiles" if is_tuned(arch) else "default tiles"
     eight = "e4m3 products" if arch >= FIRST_FP8 else "bf16 products of e4m3 numbers"
     where = f"Triton {version} on {name} (sm_{arch}, {tiles}, {eight})"
-    return f"{where} for bf16 models of the Llama family, plain torch for others"
+    return f"{where} for models in bf16, plain torch for others"

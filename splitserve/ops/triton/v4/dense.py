@@ -7,7 +7,7 @@ import torch
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.dense import Table, rope_table
-from splitserve.ops.triton.multiply import Codes, Strided, expand, multiply
+from splitserve.ops.triton.multiply import Codes, Rounded, Strided, expand, multiply, rounded
 from splitserve.ops.triton.norms import norm_and_turn
 
 __all__ = [
@@ -68,20 +68,30 @@ def linear_f32(
 def grouped_linear(
     x: torch.Tensor,  # [T, groups, in]
     weight: torch.Tensor | Codes,  # [groups * out, in]
+    *,
+    exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [T, groups * out]: each group of inputs through its own matrix
     """Twin of ref.v4.grouped_linear, which takes numbers; codes are taken as they are."""
     tokens, groups, size = x.shape
-    if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:
+    rows: torch.Tensor | Rounded = x.reshape(tokens * groups, size)
+    if isinstance(weight, Codes) and not exact:
+        rows = rounded(x.reshape(tokens * groups, size), weight, rows=tokens)
+        x = x if isinstance(rows, Rounded) else rows.view(x.shape)
+    if (
+        isinstance(rows, torch.Tensor)
+        and isinstance(weight, Codes)
+        and tokens >= tuned("expand", arch_of(x))["ROWS"]
+    ):
         weight = expand(weight)
     if isinstance(weight, torch.Tensor):
         stacked = weight.unflatten(0, (groups, -1)).transpose(1, 2)
         out = torch.empty(tokens, groups, stacked.shape[2], dtype=x.dtype, device=x.device)
         torch.bmm(x.transpose(0, 1), stacked, out=out.transpose(0, 1))  # strides and all: nothing is copied
         return out.flatten(1)
-    rows, columns = weight.tile
-    if weight.codes.shape[0] // groups % rows:
+    height, width = weight.tile
+    if weight.codes.shape[0] // groups % height:
         raise ValueError(
-            f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {rows} x {columns}"
+            f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {height} x {width}"
         )
     stack = Codes(
         weight.codes.view(groups, -1, size),
@@ -89,4 +99,4 @@ def grouped_linear(
         weight.tile,
         weight.powers,
     )
-    return multiply(x.reshape(tokens * groups, size), stack, groups=Strided(groups)).view(tokens, -1)
+    return multiply(rows, stack, groups=Strided(groups)).view(tokens, -1)

@@ -131,8 +131,9 @@ def mix_with_shared(
     *,
     local: range,
     limit: float,
+    exact: bool = True,
 ) -> torch.Tensor:  # [T, hidden] bf16
     """mix_experts and expert_ffn, added in float32 and rounded once."""
-    own = expert_ffn(x, *shared, limit)
-    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=True)
+    own = expert_ffn(x, *shared, limit, exact=exact)
+    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=exact)
     return add_up(parts, experts.contiguous(), local=local, dtype=own.dtype, plus=own)

@@ -1,0 +1,99 @@
+"""Prompts of many lengths before the first one comes, so that no kernel is compiled in service.
+
+Triton compiles a kernel for what sizes have in common (one, a multiple of sixteen, a row of a table of tiles), not for
+each size: a few lengths on both sides of every border meet all of them. Nobody owns pages and slots yet, so the
+passes write where they like; what they write is overwritten before it is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from splitserve.engine import batch
+from splitserve.engine.step import Chunk, Step
+from splitserve.layers.forward import Forward, Group, States
+
+LENGTHS = (
+    2,
+    3,
+    5,
+    8,
+    13,
+    16,
+    17,
+    32,
+    33,
+    48,
+    65,
+    100,
+    128,
+    129,
+    200,
+    256,
+    257,
+    400,
+    512,
+    513,
+    777,
+    1024,
+    1025,
+    1500,
+)
+LATE = 4096  # a context in which sparse attention has to choose
+
+
+def warm_up(
+    forward: Callable[[Forward], torch.Tensor],
+    states: States,
+    steps: Sequence[list[Chunk]],  # of `plans`
+    *,
+    tp: Group,
+    device: torch.device,
+    page_tokens: int,
+    progress: Callable[[float], None] = lambda _: None,
+) -> float:
+    """Run passes of all kinds, every rank of a group at once. Returns the seconds it took."""
+    begun = time.monotonic()
+    for i, chunks in enumerate(steps):
+        with torch.inference_mode():
+            forward(
+                batch.build(
+                    batch.in_forward_order(Step(0, tuple(chunks))),
+                    {},
+                    page_tokens=page_tokens,
+                    states=states,
+                    tp=tp,
+                    device=device,
+                    between_layers=lambda: None,
+                )
+            )
+        progress((i + 1) / len(steps))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - begun
+
+
+def plans(*, page_tokens: int, num_pages: int, has_slots: bool, step_tokens: int) -> Iterator[list[Chunk]]:
+    """Whole prompts of each length, chunks that go on late in a long one, and one beside a single token."""
+    room = (num_pages - 1) * page_tokens
+    pages = tuple(range(num_pages))
+
+    def chunk(start: int, length: int, place: int) -> Chunk:
+        stop = start + length
+        used = pages[: -(-stop // page_tokens)]
+        return Chunk(str(place), start, stop, (1,) * length, used, place if has_slots else -1, sample=True)
+
+    lengths = [n for n in (*LENGTHS, step_tokens // 2 + 1, step_tokens) if n <= min(room, step_tokens)]
+    late = min(LATE, room - max(lengths, default=0)) // page_tokens * page_tokens
+    for length in sorted(set(lengths)):
+        yield [chunk(0, length, 0)]
+        if late > 0:
+            yield [chunk(late + 1, length - 1, 0)]
+    if late > 0 and lengths:
+        short = [n for n in lengths if n <= 512]
+        for length in short[:: max(1, len(short) // 4)]:
+            yield [chunk(0, length, 0), chunk(late, 1, 0)]
+            yield [chunk(late, length, 0), chunk(late, 1, 0)]
