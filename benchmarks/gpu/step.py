@@ -32,6 +32,7 @@ from splitserve.dist.group import SoloGroup, make_group
 from splitserve.engine import batch
 from splitserve.engine.replay import Replay, Replayed
 from splitserve.engine.step import Chunk, Step
+from splitserve.engine.warm import plans, warm_up
 from splitserve.kv.pool import Pool
 from splitserve.layers.v4 import kernels as plain_kernels
 from splitserve.layers.v4.gpu import GpuKernels
@@ -77,10 +78,11 @@ class Bench:
         kv = {} if args.model == "llama" else {"kv": "fp8"}
         specs = registry.states(self.cfg, dtype="bf16", **kv)
         self.layout = lay_out(specs, page_tokens=PAGE, rank=rank, size=args.tp)
+        self.num_pages = 1 + self.most * per_seq + more
         self.pool = Pool(
             specs,
             layout=self.layout,
-            num_pages=1 + self.most * per_seq + more,
+            num_pages=self.num_pages,
             num_slots=self.most + 1,
             device=self.device,
             allocate=lambda n: torch.zeros(n, dtype=torch.uint8, device=self.device),
@@ -129,6 +131,36 @@ class Bench:
             times.append((time.monotonic() - begun) * 1e3)
         assert logits.isfinite().all()
         return {"first_ms": times[0], **spread(times[1:])}
+
+    def unseen(self, count: int) -> dict[str, Any]:
+        """After a start's warm-up: passes of random shapes, milliseconds of each at its first and at its second use."""
+        steps = plans(page_tokens=PAGE, num_pages=self.num_pages, has_slots=True, step_tokens=2048)
+        seconds = warm_up(
+            self.model.forward, self.pool, list(steps), tp=self.tp, device=self.device, page_tokens=PAGE
+        )
+        found = []
+        for _ in range(count):
+            chunks = []
+            for i in range(self.draw.randint(1, min(4, self.most))):
+                start = self.draw.choice((0, self.draw.randrange(1, 4000)))
+                length = self.draw.choice((1, self.draw.randrange(2, 500)))
+                chunks.append(self.chunk(str(i), start, start + length, self.pages[i], i))
+            times = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                begun = time.monotonic()
+                self.forward(chunks)
+                torch.cuda.synchronize()
+                times.append((time.monotonic() - begun) * 1e3)
+            found.append(times[0] / min(times[1:]))
+        found.sort()
+        beyond = sum(r > 1.2 for r in found)
+        return {
+            "warm_up_s": seconds,
+            "first_over_second": spread(found),
+            "p99": found[int(0.99 * count)],
+            "beyond_1.2": beyond,
+        }
 
     def fill(self) -> None:
         """One prompt of the context's length, in chunks; its state copied to every sequence."""
@@ -346,6 +378,9 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
     say = console.print if bench.lead else (lambda *_: None)
     say(f"{args.model}, {bench.cfg.num_layers} layers, TP{args.tp}: weights in {bench.loaded_s:.1f} s, "
         f"{torch.cuda.memory_allocated() / 1e9:.1f} GB")  # fmt: skip
+    if args.unseen:
+        result["unseen"] = bench.unseen(args.unseen)
+        say(f"{args.unseen} unseen shapes: {result['unseen']}")
     for length in args.prefill:
         result[f"prefill {length}"] = bench.prefill(length)
         say(f"prefill {length}: {result[f'prefill {length}']}")
@@ -402,6 +437,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-len", type=int, default=8192)
     p.add_argument("--prefill", type=numbers, default=())
     p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--unseen", type=int, default=0, help="so many passes of random shapes after a warm-up")
     p.add_argument("--profile", type=numbers, default=())
     p.add_argument("--top", type=int, default=30)
     p.add_argument(

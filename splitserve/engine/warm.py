@@ -42,6 +42,7 @@ LENGTHS = (
     1025,
     1500,
 )
+SEVERAL = ((2, 100), (3, 33), (4, 256), (7, 129), (8, 64))  # prompts in one pass
 LATE = 4096  # a context in which sparse attention has to choose
 
 
@@ -92,6 +93,9 @@ def plans(*, page_tokens: int, num_pages: int, has_slots: bool, step_tokens: int
         yield [chunk(0, length, 0)]
         if late > 0:
             yield [chunk(late + 1, length - 1, 0)]
+    for count, length in SEVERAL:
+        if count * length <= step_tokens and length <= room:
+            yield [chunk(0, length, 0)] * count
     if late > 0 and lengths:
         short = [n for n in lengths if n <= 512]
         for length in short[:: max(1, len(short) // 4)]:

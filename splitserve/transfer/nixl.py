@@ -226,8 +226,6 @@ class NixlTransport:
     def lanes(self) -> dict[str, str]:
         """Lane of a put to each peer, from UCX's log; "unknown" before the first write to a peer of its kind."""
         found = put_lanes(_read_log(), memory="cuda" if self._memory == "VRAM" else "")
-        if self._memory == "VRAM" and not any("cuda_ipc" in lane for lane in found.values()):
-            found = {}  # tables of device memory name the lane of notes too: seen as tcp/lo at 380 GB/s
         here = host_id()
         return {
             name: found.get("intra-node" if peer.card.host == here else "inter-node", "unknown")
@@ -280,7 +278,7 @@ def put_lanes(ucx_log: str, *, memory: str = "") -> dict[str, str]:
                 rows = []
             where = re.search(r"(self|intra-node|inter-node) cfg#", cells[0])
             kind = where[1] if where else kind
-            is_put = cells[0].startswith("remote memory write by ucp_put*") and memory in cells[0]
+            is_put = cells[0].startswith("remote memory write by ucp_put*") and f"from {memory}" in cells[0]
         elif len(cells) == 3 and is_put and cells[0] != "Range":
             rows.append((cells[0], cells[2]))
     return lanes

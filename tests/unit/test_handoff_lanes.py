@@ -61,7 +61,7 @@ def test_the_last_table_counts_and_other_text_does_not_matter() -> None:
     )
     assert put_lanes(text) == {"intra-node": "52% on tcp/lo and 48% on tcp/eth0"}
     assert put_lanes(text, memory="cuda") == {}
-    on_gpu = text.replace("by ucp_put*", "by ucp_put* from cuda/GPU0 to cuda").replace(
+    on_gpu = text.replace("by ucp_put*", "by ucp_put* from cuda/GPU0 to cuda/dev[1] ").replace(
         "tcp/lo", "cuda_ipc/cuda"
     )
     assert "cuda_ipc/cuda" in put_lanes(text + "\n" + on_gpu, memory="cuda")["intra-node"]

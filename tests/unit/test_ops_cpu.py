@@ -160,7 +160,7 @@ def test_written_rows_lie_where_the_twin_puts_them() -> None:
 
 
 def test_twins_have_the_same_names() -> None:
-    assert set(cpu.__all__) == set(ref.__all__)
+    assert set(cpu.__all__) == set(ref.__all__) - {"plan_decode_any"}  # for steps that a GPU replays
 
 
 def test_who_gets_which_kernels() -> None:
