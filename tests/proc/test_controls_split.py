@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from splitserve.text.byte_tokenizer import SPECIALS
 from tests.proc.real import Deployment
-from tests.tiny_chat import SPECIALS, write_chat_checkpoint
+from tests.tiny_chat import write_chat_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
