@@ -210,11 +210,7 @@ class Bench:
     def bytes_touched(self, replay: Replay, chunks: list[Chunk]) -> dict[str, float]:
         """Of a step, at least: weights, of experts only those that are chosen; and keys and values."""
         size, context, cfg = len(chunks), self.args.context, self.cfg
-        weights = (
-            sum(t.nbytes for t in tensors(self.model._layers)) + self.model._head.nbytes
-            if self.args.model != "llama"
-            else sum(t.nbytes for t in tensors([self.model._layers, self.model._head]))
-        )
+        weights = sum(t.nbytes for t in tensors([self.model._layers, self.model._head]))
         if self.args.model == "llama":
             kv = size * context * 2 * cfg.num_kv_heads // self.args.tp * cfg.head_dim * 2 * cfg.num_layers
             return {"bound_ms": (weights + kv) / BYTES_PER_S * 1e3}

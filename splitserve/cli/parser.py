@@ -105,13 +105,7 @@ def _up(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --dry-run: plan for the machine in FILE (of `splitserve topology --json`), not for this one",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change a setting; may be repeated",
-    )
+    _set(parser)
     parser.add_argument(
         "--detached", action="store_true", help=argparse.SUPPRESS
     )  # the other half of --detach
@@ -278,6 +272,10 @@ def _render(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--user", default="", metavar="NAME", help="whom the systemd service runs as (default: root)"
     )
+    _set(parser)
+
+
+def _set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",

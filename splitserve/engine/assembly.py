@@ -103,9 +103,7 @@ class Builder:
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
 
     def rank0(self, link: ServerLink, alive_fd: int | None) -> Engine:
-        self._capacity(
-            self._free_bytes()
-        )  # what cannot fit even an empty device is told before weights are read
+        self._capacity(self._free_bytes())  # raises for what cannot fit even before weights are read
         ranks = Ranks(self.start.run_dir, self.start.name, self.start.tp)
         self.closing.callback(ranks.close)
         listening = socket.create_server(("127.0.0.1", 0))

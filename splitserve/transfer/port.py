@@ -149,9 +149,7 @@ class Port:
             weights=weights,
         )
         self.digests: Digests = HostDigests(slabs)  # replaced where the slabs do not lie in host memory
-        self._slow_lanes: dict[
-            str, str
-        ] = {}  # peer -> what was warned of; "" where its lane is as it should be
+        self._slow_lanes: dict[str, str] = {}  # by peer: what was warned of, "" where its lane is good
         self._faults = faults
         self._peers: dict[str, _Peers] = {}  # that we may write to
         self._sources: dict[str, dict[Pair, Link]] = {}  # that write to us

@@ -49,10 +49,8 @@ class Vllm:
         words = ["-m", "vllm.entrypoints.cli.main", "serve", seat.config.model]
         words += ["--host", seat.server.host, "--port", seat.port("http")]
         words += ["--tensor-parallel-size", str(seat.config.tp), "--uvicorn-log-level", seat.server.log_level]
-        words += [
-            "--disable-access-log-for-endpoints",
-            f"{HEALTH},{METRICS}",
-        ]  # asked every second by our router
+        # Our router asks these every second.
+        words += ["--disable-access-log-for-endpoints", f"{HEALTH},{METRICS}"]
         words += self._settings(seat)
         if seat.split:
             words += ["--kv-transfer-config", json.dumps(self._transfer(seat), separators=(",", ":"))]

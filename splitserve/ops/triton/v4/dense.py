@@ -76,13 +76,10 @@ def grouped_linear(
     rows: torch.Tensor | Rounded = x.reshape(tokens * groups, size)
     if isinstance(weight, Codes) and not exact:
         rows = rounded(x.reshape(tokens * groups, size), weight, rows=tokens)
-        x = x if isinstance(rows, Rounded) else rows.view(x.shape)
-    if (
-        isinstance(rows, torch.Tensor)
-        and isinstance(weight, Codes)
-        and tokens >= tuned("expand", arch_of(x))["ROWS"]
-    ):
-        weight = expand(weight)
+    if isinstance(rows, torch.Tensor):
+        x = rows.view(x.shape)
+        if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:
+            weight = expand(weight)
     if isinstance(weight, torch.Tensor):
         stacked = weight.unflatten(0, (groups, -1)).transpose(1, 2)
         out = torch.empty(tokens, groups, stacked.shape[2], dtype=x.dtype, device=x.device)
