@@ -15,6 +15,32 @@ GROUP = 64
 
 
 @triton.jit
+def store_codes(
+    into, wide, at, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
+    """Of a packed latent: codes of `wide` [GROUPS, 64] float32, zero from NOPE on, and scales; nothing where at < 0."""
+    group = tl.arange(0, GROUPS)
+    col = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    scale = e4m3_scale(tl.max(tl.abs(wide), 1))
+    tl.store(into + col, to_e4m3(wide / scale[:, None], FP8), mask=(col < NOPE) & (at + col * 0 >= 0))
+    exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+    scales = into + NOPE + 2 * ROPE
+    tl.store(scales + group, exponent, mask=(group * 64 < NOPE) & (at + group * 0 >= 0))
+    rest = tl.arange(0, 8)
+    tl.store(scales + rest, 0, mask=(rest >= (NOPE + 63) // 64) & (rest < TAIL) & (at + rest * 0 >= 0))
+
+
+@triton.jit
+def store_key(into, wide, at, D: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):
+    """A packed index key: codes of `wide` [BD] float32, zero from D on, and their scale; nothing where at < 0."""
+    col = tl.arange(0, BD)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-4) / 448.0
+    tl.store(into + col, to_e4m3(wide / scale, FP8), mask=(col < D) & (at + col * 0 >= 0))
+    if at >= 0:
+        tl.store((into + D).to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit
 def put_latents(
     x,  # [rows, NOPE + ROPE]
     view,  # bytes where PACKED
@@ -43,16 +69,10 @@ def put_latents(
         group = tl.arange(0, GROUPS)
         col = group[:, None] * 64 + tl.arange(0, 64)[None, :]
         wide = tl.load(source + col, mask=col < NOPE, other=0.0).to(tl.float32)
-        scale = e4m3_scale(tl.max(tl.abs(wide), 1))
-        tl.store(into + col, to_e4m3(wide / scale[:, None], FP8), mask=(col < NOPE) & (at + col * 0 >= 0))
+        store_codes(into, wide, at, NOPE, ROPE, GROUPS, TAIL, FP8)
         turn = tl.arange(0, ROPE)
         turned = (into + NOPE).to(tl.pointer_type(tl.bfloat16)) + turn
         tl.store(turned, tl.load(source + NOPE + turn).to(tl.bfloat16), mask=at + turn * 0 >= 0)
-        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        scales = into + NOPE + 2 * ROPE
-        tl.store(scales + group, exponent, mask=(group * 64 < NOPE) & (at + group * 0 >= 0))
-        rest = tl.arange(0, 8)
-        tl.store(scales + rest, 0, mask=(rest >= (NOPE + 63) // 64) & (rest < TAIL) & (at + rest * 0 >= 0))
     else:
         col = tl.arange(0, D)
         inside = col < NOPE + ROPE
@@ -83,10 +103,7 @@ def put_keys(
     col = tl.arange(0, BD)
     wide = tl.load(x + i * x_row + col, mask=col < D, other=0.0).to(tl.float32)
     if PACKED:
-        scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-4) / 448.0
-        tl.store(into + col, to_e4m3(wide / scale, FP8), mask=(col < D) & (at + col * 0 >= 0))
-        if at >= 0:
-            tl.store((into + D).to(tl.pointer_type(tl.float32)), scale)
+        store_key(into, wide, at, D, BD, FP8)
     else:
         tl.store(into + col, wide, mask=(col < D) & (at + col * 0 >= 0))
 

@@ -15,10 +15,10 @@ from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.ref.v4.dense import Table
 from splitserve.ops.ref.v4.singles import Gate, Singles, Store
-from splitserve.ops.triton.codes import e4m3_scale, to_e4m3
 from splitserve.ops.triton.overlap import follow
 
 from .compress import more
+from .rows import store_codes, store_key
 
 BS = 16  # tokens of a window at once
 
@@ -115,24 +115,13 @@ def _put(
     if not PACKED:
         tl.store(out + col, x)
     elif KEYS:
-        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-4) / 448.0
-        tl.store(out + col, to_e4m3(x / scale, FP8))
-        tl.store((out + W).to(tl.pointer_type(tl.float32)), scale)
+        store_key(out, x, 0, W, W, FP8)
     else:
         NOPE: tl.constexpr = W - ROPE
-        GROUPS: tl.constexpr = W // 64
-        plain = tl.reshape(tl.where(col < NOPE, x, 0.0), (GROUPS, 64))
-        scale = e4m3_scale(tl.max(tl.abs(plain), 1))
-        place = tl.reshape(col, (GROUPS, 64))
-        tl.store(out + place, to_e4m3(plain / scale[:, None], FP8), mask=place < NOPE)
+        plain = tl.reshape(tl.where(col < NOPE, x, 0.0), (W // 64, 64))
+        store_codes(out, plain, 0, NOPE, ROPE, W // 64, TAIL, FP8)
         turned = (out + NOPE).to(tl.pointer_type(tl.bfloat16)) + (col - NOPE)
         tl.store(turned, x.to(tl.bfloat16), mask=col >= NOPE)
-        group = tl.arange(0, GROUPS)
-        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        scales = out + NOPE + 2 * ROPE
-        tl.store(scales + group, exponent, mask=group * 64 < NOPE)
-        rest = tl.arange(0, 8)
-        tl.store(scales + rest, 0, mask=(rest >= (NOPE + 63) // 64) & (rest < TAIL))
 
 
 def absorb(
