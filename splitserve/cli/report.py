@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitserve.numa import short_list
-from splitserve.plan.fabric import Fabric, Verdict
+from splitserve.plan.fabric import GET, PUT, Fabric, Verdict
 
 Event = dict[str, Any]
 
@@ -126,26 +126,40 @@ def describe(event: Event) -> str:
 
 
 def fabric(measured: Fabric, verdict: Verdict) -> list[str]:
-    """The matrix of links, the yardsticks, what is wrong, and which ranks to pair."""
-    sizes = sorted({size for link in measured.links for size in link.alone})
-    head = ("prefill", "decode", *(_size(n) for n in sizes), "all at once", "lane")
-    rows = [
-        (
-            str(link.source),
-            str(link.target),
-            *(f"{link.alone[n]:.2f}" for n in sizes),
-            f"{link.together:.2f}" if link.together else "-",
-            link.lane.split("/")[0],
-        )
-        for link in measured.links
-    ]
+    """The matrix of links in both directions, the yardsticks, what is wrong, and what follows from it."""
+    lines = []
+    for direction, what in ((PUT, "writes (put)"), (GET, "reads (get)")):
+        if any(link.sizes(direction) for link in measured.links):
+            lines += [f"GB/s of single {what}, by size", *_columns(*_matrix(measured, direction)), ""]
+    lines.append(f"a copy by one core {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s (medians)")
+    lines.append(f"direction: {verdict.direction}, {verdict.why}")
     pairs = ", ".join(f"{source} to {target}" for target, source in sorted(verdict.pairing.items()))
-    lines = ["GB/s of single writes, by size", *_columns(head, rows), ""]
-    lines.append(f"memcpy of one core {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s")
     lines.append(f"pairing of ranks with the best slowest link: {pairs}")
     for finding in verdict.findings:
         lines += [f"FAIL  {finding.kind}: {finding.text}", f"      fix: {finding.fix}"]
     return lines if verdict.findings else [*lines, "ok    no fallback, no halved link, no collapse"]
+
+
+def _matrix(measured: Fabric, direction: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    sizes = sorted({size for link in measured.links for size in link.sizes(direction)})
+    head = ("prefill", "decode", *(_size(n) for n in sizes), "all at once", "tcp", "copy", "lane of writes")
+    rows = [
+        (
+            _rank(measured.sources, link.source),
+            _rank(measured.targets, link.target),
+            *(f"{link.sizes(direction)[n]:.2f}" for n in sizes),
+            f"{link.shared(direction):.2f}" if link.shared(direction) else "-",
+            f"{link.tcp:.2f}",
+            f"{link.copy:.2f}",
+            link.lane.split("/")[0],
+        )
+        for link in measured.links
+    ]
+    return head, rows
+
+
+def _rank(names: Sequence[str], rank: int) -> str:
+    return names[rank] if names else str(rank)
 
 
 def _size(nbytes: int) -> str:

@@ -2,11 +2,12 @@
 
     source process i                         target process j
       put: writes of each size, alone  ────▶   registered memory, polls
-      put: all i ──▶ j of a pairing at once
-      memcpy and a plain socket on the same cores, as yardsticks
+      get: reads of each size, alone   ◀────   asks
+      put, then get: all i, j of a pairing at once
+      a plain copy, and a plain socket between the two, as yardsticks
 
-The writes go through the same transport, with the same settings, as a handoff's. What the rates mean is decided in
-plan/fabric.py. Host memory only: ranks on GPUs are measured by `splitserve verify` on their real state.
+The writes and reads go through the same transport, with the same settings, as a handoff's. What the rates mean is
+decided in plan/fabric.py. Host memory only: ranks on GPUs are measured by `splitserve verify` on their real state.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import multiprocessing as mp
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from statistics import median
 from typing import Any
 
 from splitserve import wire
 from splitserve.config import TransferConfig
 from splitserve.errors import ConfigError, PeerLost, SplitserveError
-from splitserve.plan.fabric import Fabric, Link
+from splitserve.launch.pairing import RankSeat
+from splitserve.plan.fabric import GET, PUT, Fabric, Link
 from splitserve.spec import Growth, Kind, Slab, StateSpec, Units, lay_out
 from splitserve.transfer import transport as transports
 from splitserve.transfer.layout import copies
@@ -34,62 +37,90 @@ from splitserve.transfer.transport import Broken, Transport, Written
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 ROW = 64 << 10
-CELL_S = 0.15
-"""Time for each size of each pair: enough writes for a median, so that sixteen pairs stay under a minute."""
+CELL_S = 0.12
+"""Time for each size, direction and pair: enough moves for a median, so that sixteen pairs stay under a minute."""
 
 TOGETHER_S = 0.5
 POLL_S = 0.0002
 START_S = 120.0
 CALL_S = 60.0
 
-Cores = tuple[tuple[int, ...], ...]
-"""For each rank, the cpus of its process; empty: any."""
 
-
-def measure(config: TransferConfig, *, sources: Cores, targets: Cores, say: Callable[[str], None]) -> Fabric:
+def measure(
+    config: TransferConfig,
+    *,
+    sources: Sequence[RankSeat],
+    targets: Sequence[RankSeat],
+    say: Callable[[str], None],
+) -> Fabric:
     """All pairs of ranks on this host. ConfigError where the transport does not start, PeerLost where one dies."""
     with ExitStack() as closing:
         ends = [
-            closing.enter_context(_child(role, i, cpus, config))
+            closing.enter_context(_child(f"{role} {seat.name}", f"{role}-{i}", seat.cpus, config))
             for role, group in (("source", sources), ("target", targets))
-            for i, cpus in enumerate(group)
+            for i, seat in enumerate(group)
         ]
+        for end in ends:  # they start at the same time
+            end.answer(START_S)
         writers, readers = ends[: len(sources)], ends[len(sources) :]
         say(f"{len(ends)} processes started")
-        cards = [reader.call("card") for reader in readers]
-        for writer in writers:
-            writer.call("connect", cards)
+        _meet(writers, readers)
+        copy = [writer.call("copy", SIZES[-1], CELL_S) for writer in writers]
         links = []
         for i, writer in enumerate(writers):
-            for j in range(len(readers)):
-                say(f"prefill rank {i} to decode rank {j}")
-                alone = {size: writer.call("put", j, size, CELL_S) for size in SIZES}
-                links.append(Link(i, j, alone, writer.call("lane", j)))
+            for j, reader in enumerate(readers):
+                say(f"{sources[i].name} to {targets[j].name}")
+                links.append(_measure_pair(i, j, writer, reader, copy[i]))
         say("all pairs at once")
-        together = _together(writers, len(readers))
-        links = [replace(link, together=together.get((link.source, link.target), 0.0)) for link in links]
-        say("memcpy and a socket")
-        memcpy = writers[0].call("memcpy", SIZES[-1], CELL_S)
-        port = readers[0].call("listen")
-        readers[0].post("drain")
-        tcp = writers[0].call("tcp", port, SIZES[2], CELL_S)
-        readers[0].answer()
-    return Fabric(tuple(links), memcpy, tcp)
+        put = _together(PUT, writers, readers)
+        get = {(i, j): rate for (j, i), rate in _together(GET, readers, writers).items()}
+        links = [
+            replace(
+                link,
+                together=put.get((link.source, link.target), 0.0),
+                get_together=get.get((link.source, link.target), 0.0),
+            )
+            for link in links
+        ]
+    return Fabric(
+        tuple(links),
+        median(copy),
+        median(link.tcp for link in links),
+        sources=tuple(s.name for s in sources),
+        targets=tuple(s.name for s in targets),
+    )
 
 
-def _together(writers: list[_Remote], num_targets: int) -> dict[tuple[int, int], float]:
-    """Every target gets writes from one source, and every source writes, all at the same time."""
-    flows = [(k % len(writers), k % num_targets) for k in range(max(len(writers), num_targets))]
+def _meet(writers: list[_Remote], readers: list[_Remote]) -> None:
+    for one, others in ((writers, readers), (readers, writers)):
+        cards = [other.call("card") for other in others]
+        for end in one:
+            end.call("connect", cards)
+
+
+def _measure_pair(i: int, j: int, writer: _Remote, reader: _Remote, copy: float) -> Link:
+    put = {size: writer.call("move", PUT, j, size, CELL_S) for size in SIZES}
+    get = {size: reader.call("move", GET, i, size, CELL_S) for size in SIZES}
+    port = reader.call("listen")
+    reader.post("drain")
+    tcp = writer.call("tcp", port, SIZES[2], CELL_S)
+    reader.answer()
+    return Link(i, j, put, writer.call("lane", j), get=get, copy=copy, tcp=tcp)
+
+
+def _together(direction: str, movers: list[_Remote], others: list[_Remote]) -> dict[tuple[int, int], float]:
+    """GB/s by (mover, other): every one of either side takes part, and all move at the same time."""
+    flows = [(k % len(movers), k % len(others)) for k in range(max(len(movers), len(others)))]
     own: dict[int, list[int]] = {}
-    for source, target in flows:
-        own.setdefault(source, []).append(target)
+    for mover, other in flows:
+        own.setdefault(mover, []).append(other)
     begin = time.time() + 0.3
-    for source, targets in own.items():
-        writers[source].post("put_until", targets, SIZES[2], begin, begin + TOGETHER_S)
+    for mover, peers in own.items():
+        movers[mover].post("move_until", direction, peers, SIZES[2], begin, begin + TOGETHER_S)
     found = {}
-    for source, targets in own.items():
-        for target, rate in zip(targets, writers[source].answer(), strict=True):
-            found[source, target] = rate
+    for mover, peers in own.items():
+        for other, rate in zip(peers, movers[mover].answer(), strict=True):
+            found[mover, other] = rate
     return found
 
 
@@ -122,18 +153,16 @@ class _Remote:
 
 
 @contextmanager
-def _child(role: str, index: int, cpus: tuple[int, ...], config: TransferConfig) -> Iterator[_Remote]:
-    """One measuring process, stopped at the end whatever happens."""
+def _child(who: str, name: str, cpus: tuple[int, ...], config: TransferConfig) -> Iterator[_Remote]:
+    """One measuring process, stopped at the end whatever happens. Its first answer says that it has started."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    name = f"fabric-{role}-{index}-{os.getpid()}"
-    process = context.Process(target=_main, args=(theirs, name, index, cpus, config), name=name, daemon=True)
+    name = f"fabric-{name}-{os.getpid()}"
+    process = context.Process(target=_main, args=(theirs, name, cpus, config), name=name, daemon=True)
     process.start()
     theirs.close()
-    remote = _Remote(f"{role} rank {index}", ours, process)
     try:
-        remote.answer(START_S)
-        yield remote
+        yield _Remote(who, ours, process)
     finally:
         with suppress(OSError):
             ours.send(("stop", ()))
@@ -144,19 +173,19 @@ def _child(role: str, index: int, cpus: tuple[int, ...], config: TransferConfig)
         ours.close()
 
 
-def _main(line: Connection, name: str, index: int, cpus: tuple[int, ...], config: TransferConfig) -> None:
+def _main(line: Connection, name: str, cpus: tuple[int, ...], config: TransferConfig) -> None:
     """A child: answers calls until it is told to stop or its parent has gone."""
     if cpus:
         os.sched_setaffinity(0, cpus)
     try:
-        end = _End(name, index, config)
+        end = _End(name, config)
     except SplitserveError as e:
         line.send((False, e.message))
         return
     line.send((True, None))
     with suppress(EOFError, OSError):
         while True:
-            while not line.poll(POLL_S if end.reads else None):
+            while not line.poll(POLL_S if end.met else None):
                 end.transport.poll()
             op, args = line.recv()
             if op == "stop":
@@ -171,9 +200,8 @@ def _main(line: Connection, name: str, index: int, cpus: tuple[int, ...], config
 class _End:
     """One rank's memory and transport, and what can be asked of it."""
 
-    def __init__(self, name: str, index: int, config: TransferConfig) -> None:
+    def __init__(self, name: str, config: TransferConfig) -> None:
         self.transport: Transport = transports.make(config.transport, agent_name=f"{name}.0", config=config)
-        self._index = index
         self._layout = lay_out([StateSpec("probe", 0, Growth.PAGED, ROW)], page_tokens=1)
         self._memory = self.transport.allocate(SIZES[-1])
         self._memory.fill_(1)  # touch every page of it: faults are not what is measured
@@ -189,10 +217,10 @@ class _End:
         )
         self._peers: list[tuple[wire.Card, str]] = []
         self._door: socket.socket | None = None
-        self.reads = False
+        self.met = False
 
     def card(self) -> bytes:
-        self.reads = True  # from now on somebody may write here, and needs us to poll
+        self.met = True  # from now on somebody may write or read here, and needs us to poll
         return wire.encode(self._card)
 
     def connect(self, cards: list[bytes]) -> None:
@@ -200,25 +228,27 @@ class _End:
             card = wire.decoder(wire.Card).decode(raw)
             self._peers.append((card, self.transport.connect(card)))
 
-    def put(self, target: int, nbytes: int, seconds: float) -> float:
-        """Median GB/s of single writes, after one that nobody counts."""
-        self._write(target, nbytes)
+    def move(self, direction: str, peer: int, nbytes: int, seconds: float) -> float:
+        """Median GB/s of single writes or reads, after one that nobody counts."""
+        self._move(direction, peer, nbytes)
         times: list[float] = []
         end = time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < end:
             begun = time.perf_counter()
-            self._write(target, nbytes)
+            self._move(direction, peer, nbytes)
             times.append(time.perf_counter() - begun)
-        return nbytes / sorted(times)[len(times) // 2] / 1e9
+        return nbytes / median(times) / 1e9
 
-    def put_until(self, targets: list[int], nbytes: int, begin: float, end: float) -> list[float]:
-        """GB/s to each target while others write too; `begin` and `end` are the clock's, the same for all."""
-        done = [0] * len(targets)
+    def move_until(
+        self, direction: str, peers: list[int], nbytes: int, begin: float, end: float
+    ) -> list[float]:
+        """GB/s to each peer while others move too; `begin` and `end` are the clock's, the same for all."""
+        done = [0] * len(peers)
         while time.time() < begin:
             self.transport.poll()
         while time.time() < end:
-            for k, target in enumerate(targets):
-                self._write(target, nbytes)
+            for k, peer in enumerate(peers):
+                self._move(direction, peer, nbytes)
                 done[k] += nbytes
         spent = max(time.time() - begin, end - begin)
         return [n / spent / 1e9 for n in done]
@@ -227,7 +257,7 @@ class _End:
         lanes = self.transport.lanes()
         return lanes.get(self._peers[target][1]) or ", ".join(sorted(set(lanes.values())))
 
-    def memcpy(self, nbytes: int, seconds: float) -> float:
+    def copy(self, nbytes: int, seconds: float) -> float:
         source = bytearray(nbytes)
         target = memoryview(bytearray(nbytes))
         best, end = 0.0, time.perf_counter() + seconds
@@ -265,18 +295,20 @@ class _End:
                 self.transport.disconnect(handle)
         self.transport.close()
 
-    def _write(self, target: int, nbytes: int) -> None:
-        """One write, waited for. Raises PeerLost where it breaks."""
-        card, handle = self._peers[target]
+    def _move(self, direction: str, peer: int, nbytes: int) -> None:
+        """One write or read, waited for. Raises PeerLost where it breaks."""
+        card, handle = self._peers[peer]
         rows = nbytes // ROW
         units = (Units(Kind.PAGE, tuple(range(rows)), 0, 0, rows),)
-        what = copies(self._card, card, units, units, start=0, stop=rows, last=True)
-        number = self.transport.write(handle, what, b"probe")
+        source, target = (self._card, card) if direction == PUT else (card, self._card)
+        what = copies(source, target, units, units, start=0, stop=rows, last=True)
+        write = direction == PUT
+        number = self.transport.write(handle, what, b"") if write else self.transport.read(handle, what)
         end = time.monotonic() + CALL_S
         while time.monotonic() < end:
             for event in self.transport.poll():
                 if event == Written(number):
                     return
                 if isinstance(event, Broken) and event.id == number:
-                    raise PeerLost(f"a write broke: {event.error}")
-        raise PeerLost(f"a write of {nbytes} bytes did not end within {CALL_S:g} s")
+                    raise PeerLost(f"a {direction} broke: {event.error}")
+        raise PeerLost(f"a {direction} of {nbytes} bytes did not end within {CALL_S:g} s")

@@ -200,6 +200,16 @@ class LocalTransport:
         to.writes.append(_Write(self._next_id, runs, note))
         return self._next_id
 
+    def read(self, peer: str, copies: Copies) -> int:
+        if peer not in self._peers:
+            raise TransferError(f"{peer} is not connected")
+        to = self._peers[peer]
+        pairs = zip(copies.src.tolist(), copies.dst.tolist(), strict=True)
+        runs = deque((to.locate(src, nbytes), dst, nbytes) for (src, nbytes, _), (dst, _, _) in pairs)
+        self._next_id += 1
+        to.writes.append(_Write(self._next_id, runs, b""))
+        return self._next_id
+
     def poll(self) -> list[TransportEvent]:
         self._accept()
         for caller in list(self._callers):

@@ -159,17 +159,31 @@ class NixlTransport:
                     self._agent.send_notif(peer, note)
                 self._events.append(Written(number))
                 return number
-            handle = self._request(to, copies, note)
+            handle = self._request("WRITE", copies.src, copies.dst, to, note)
         except self._errors as e:
             raise TransferError(f"cannot post {copies.num_bytes:,} bytes to {peer}: {e}") from e
+        return self._post(number, peer, handle)
+
+    def read(self, peer: str, copies: Copies) -> int:
+        to = self._peers.get(peer)
+        if to is None or to.leaving:
+            raise TransferError(f"{peer} is not connected")
+        try:
+            handle = self._request("READ", copies.dst, copies.src, to, b"")
+        except self._errors as e:
+            raise TransferError(f"cannot fetch {copies.num_bytes:,} bytes from {peer}: {e}") from e
+        self._next_id += 1
+        return self._post(self._next_id, peer, handle)
+
+    def _post(self, number: int, peer: str, handle: Any) -> int:
         self._writes[number] = write = _Write(number, peer, handle)
         self._advance(write, post=True)
         return number
 
-    def _request(self, to: _Peer, copies: Copies, note: bytes) -> Any:
-        src = self._agent.get_xfer_descs(np.ascontiguousarray(copies.src), self._memory)
-        dst = self._agent.get_xfer_descs(np.ascontiguousarray(copies.dst), to.memory)
-        return self._agent.initialize_xfer("WRITE", src, dst, to.card.agent_name, note)
+    def _request(self, verb: str, here: Any, there: Any, to: _Peer, note: bytes) -> Any:
+        mine = self._agent.get_xfer_descs(np.ascontiguousarray(here), self._memory)
+        theirs = self._agent.get_xfer_descs(np.ascontiguousarray(there), to.memory)
+        return self._agent.initialize_xfer(verb, mine, theirs, to.card.agent_name, note)
 
     def _advance(self, write: _Write, *, post: bool = False) -> None:
         """Post or look at one request, and let go of it at its end."""

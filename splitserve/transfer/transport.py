@@ -88,6 +88,10 @@ class Transport(Protocol):
         """
         ...
 
+    def read(self, peer: str, copies: Copies) -> int:
+        """Fetch: `copies.src` lies at the peer, `copies.dst` here. Ends as a write does, and nobody is sent a note."""
+        ...
+
     def poll(self) -> list[TransportEvent]:
         """Make progress and return what happened since the last call. Never waits."""
         ...

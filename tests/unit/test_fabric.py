@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import product
+from dataclasses import replace
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ from splitserve import cli
 from splitserve.config import TransferConfig
 from splitserve.errors import ConfigError
 from splitserve.launch import fabric as measuring
-from splitserve.plan.fabric import Fabric, Link, judge, pair_up
+from splitserve.launch import measured
+from splitserve.launch.deployment import parse
+from splitserve.launch.pairing import RankSeat
+from splitserve.launch.topology import Core, Gpu, Node, Topology
+from splitserve.plan.fabric import Fabric, Link, best_order, choose_direction, judge, pair_up
 
 SIZE = 1 << 26
 
@@ -54,6 +59,78 @@ def test_a_halved_link_is_named_and_not_paired() -> None:
     assert verdict.pairing == {0: 0, 1: 1}
 
 
+def test_the_narrow_slot_of_one_card_is_named_by_all_its_links() -> None:
+    rate = square(4, 50.0) | {(2, t): 26.0 for t in range(4)}
+    found = judge(Fabric(links(rate), memcpy=0.0, tcp=0.0)).findings
+    assert [f.kind for f in found] == ["halved"] * 4
+    assert all("prefill rank 2" in f.text for f in found)
+
+
+def both_ways(put: float, get: float, n: int = 4) -> Fabric:
+    """Four links of 50 GB/s alone; what all pairs carry at once, a pair."""
+    return Fabric(
+        tuple(
+            replace(link, get={SIZE: 48.0}, get_together=get if link.together else 0.0)
+            for link in links(square(n, 50.0), together=put)
+        ),
+        memcpy=12.0,
+        tcp=3.0,
+    )
+
+
+def test_where_posted_writes_collapse_and_reads_do_not_decode_fetches() -> None:
+    verdict = judge(both_ways(put=1.5, get=20.0))
+    assert [f.kind for f in verdict.findings] == ["collapse"]
+    assert verdict.direction == "get"
+    assert "80.00" in verdict.why
+
+
+def test_where_reads_go_over_sockets_prefill_writes() -> None:
+    # no NVLink: UCX sends reads by TCP and writes by cuda_ipc
+    fabric = both_ways(put=20.0, get=0.3)
+    slow = tuple(replace(link, get={SIZE: 0.5}) for link in fabric.links)
+    assert judge(replace(fabric, links=slow)).direction == "put"
+
+
+def test_reads_that_are_a_little_faster_are_not_worth_a_message() -> None:
+    assert judge(both_ways(put=20.0, get=22.0)).direction == "put"
+    assert choose_direction(links(square(2, 50.0))) == ("put", "reads were not measured")
+
+
+def test_links_are_paired_by_the_direction_that_is_used() -> None:
+    rate = {(0, 0): 50.0, (0, 1): 10.0, (1, 0): 10.0, (1, 1): 50.0}
+    crossed = tuple(
+        replace(link, get={SIZE: 60.0 - link.best}, get_together=40.0, together=1.0) for link in links(rate)
+    )
+    verdict = judge(Fabric(crossed, memcpy=0.0, tcp=0.0))
+    assert verdict.direction == "get"
+    assert verdict.pairing == {0: 1, 1: 0}
+
+
+def test_a_wrong_network_card_is_named() -> None:
+    through = [
+        replace(link, near=("mlx5_0",)) for link in links(square(1, 20.0), lane="rc_mlx5/mlx5_3:1/path0")
+    ]
+    fabric = Fabric(tuple(through), 12.0, 3.0, same_host=False, nics=("mlx5_0", "mlx5_3"))
+    (finding,) = judge(fabric).findings
+    assert finding.kind == "wrong_nic"
+    assert "NET_DEVICES=mlx5_0:1" in finding.fix
+    right = replace(through[0], lane="rc_mlx5/mlx5_0:1/path0")
+    assert not judge(replace(fabric, links=(right,))).findings
+    assert not judge(replace(fabric, links=(replace(right, lane="cma/memory"),))).findings
+
+
+@given(st.integers(1, 5), st.randoms())
+def test_no_order_of_seats_has_a_faster_slowest_rank(n: int, rng) -> None:
+    rate = {(rank, seat): rng.choice([1.0, 2.0, 5.0]) for rank, seat in product(range(n), range(n))}
+    order = best_order(rate, n)
+    assert sorted(order) == list(range(n))
+    slowest = min(rate[r, s] for r, s in enumerate(order))
+    assert all(min(rate[r, s] for r, s in enumerate(way)) <= slowest for way in permutations(range(n)))
+    assert best_order(dict.fromkeys(rate, 1.0), n) == tuple(range(n))
+    assert sorted(best_order(dict.fromkeys(product(range(12), range(12)), 1.0), 12)) == list(range(12))
+
+
 @pytest.mark.parametrize(
     ("lane", "rate", "found"), [("tcp/lo", 9.0, True), ("rc_mlx5", 3.1, True), ("cma", 9.0, False)]
 )
@@ -87,10 +164,14 @@ def test_real_links_between_processes(
 ) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     found = measuring.measure(
-        TransferConfig(transport="nixl"), sources=((cpus[0],),), targets=((cpus[-1],),), say=lambda _: None
+        TransferConfig(transport="nixl"),
+        sources=[RankSeat("prefill-0", 0, (cpus[0],))],
+        targets=[RankSeat("decode-0", 0, (cpus[-1],))],
+        say=lambda _: None,
     )
     (link,) = found.links
     assert min(*link.alone.values(), link.together, found.memcpy, found.tcp) > 0
+    assert min(*link.get.values(), link.get_together, link.copy, link.tcp) > 0
     assert link.lane
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: found)
     code = cli.main(["doctor", "--fabric", "--json"])
@@ -104,8 +185,8 @@ def test_a_transport_that_does_not_start_is_an_error_and_no_hang() -> None:
     with pytest.raises(ConfigError, match="rank 0"):
         measuring.measure(
             TransferConfig(transport="nixl", backend="NOSUCH"),
-            sources=((),),
-            targets=((),),
+            sources=[RankSeat("prefill-0", 0, ())],
+            targets=[RankSeat("decode-0", 0, ())],
             say=lambda _: None,
         )
 
@@ -117,3 +198,42 @@ def test_a_deployment_without_a_pair_has_no_fabric(
     file.write_text('[deployment]\nmodel = "m"\n[unified]\n')
     assert cli.main(["doctor", "--fabric", str(file)]) == 2
     assert "no state crosses" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ what is kept for `up`
+
+
+def box(uuid: str = "u") -> Topology:
+    gpus = tuple(Gpu(i, "gpu", f"{uuid}{i}", 1, 1, f"0000:{i:02x}:00.0", 0) for i in range(2))
+    return Topology((Core(0, 0, 0, (0,)), Core(0, 0, 1, (1,))), (Node(0, 1, 1),), gpus, 0.0, 1, 1, 1)
+
+
+def test_what_was_measured_is_kept_for_up_and_says_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    d = parse(
+        {"deployment": {"model": "m"}, "prefill": {}, "decode": {}}, f"file {tmp_path}/d.toml", environ={}
+    )
+    assert measured.find(d) is None
+    assert measured.note(None, "", d) == ""
+    taken = Fabric(links({(0, 0): 3.0}, together=2.0), memcpy=4.0, tcp=1.0)
+    seats = ([RankSeat("prefill-0", 0, (0,))], [RankSeat("decode-0", 0, (1,))])
+    measured.keep(measured.of(d, box(), taken, judge(taken), seats), measured.path_of(d))
+    found = measured.find(d)
+    assert found is not None
+    assert (found.direction, found.pairing, found.best) == (
+        "put",
+        {"cpus 1": "cpus 0"},
+        {("cpus 0", "cpus 1"): 3.0},
+    )
+    assert measured.stale(found, box(), d.transfer) == ""
+    assert measured.stale(found, box("other"), replace(d.transfer, ucx=("TLS=tcp",))) == "GPUs, [transfer]"
+    assert "GPUs changed since" in measured.note(found, "GPUs", d)
+    assert "direction put" in measured.note(found, "", d)
+    other = parse(
+        {"deployment": {"model": "m"}, "prefill": {}, "decode": {}}, "file other/d.toml", environ={}
+    )
+    assert measured.find(other) is None  # of the same name, and another file
+    measured.path_of(d).write_text("{}")
+    assert measured.find(d) is None
