@@ -1,9 +1,12 @@
 """Grammars in a step: which tokens each row may choose. Every rank follows them for itself, as it samples for itself.
 
-    chunk.history[num_prompt:] ─▶ matcher (kept by rid, or made again) ─▶ bits ─▶ allowed: bool [rows, vocab]
+    row.history[num_prompt:] ─▶ matcher (kept by rid, or made again) ─▶ bits ─▶ allowed: bool [rows, vocab]
 
 What a rank remembers is a shortcut only: a matcher that is not there, or that has read something else, is made again
 from the history, so preempted, recomputed and handed-over requests go on alike.
+
+A matcher stands where the answer does. Rows behind guesses are asked for from there, so a wrong guess leaves nothing
+to take back; a row behind a guess that the grammar forbids is never reached, and is left as it is.
 
 A grammar's end is the answer's end. `min_tokens` and `ignore_eos` forbid end tokens only while anything else may
 follow; where nothing may, the end token is chosen all the same.
@@ -19,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from splitserve.engine.step import Chunk
+from splitserve.engine.step import Row
 from splitserve.errors import RequestError
 from splitserve.text.grammar import Matcher, Vocabulary
 from splitserve.types import Grammar, Rid, SamplingParams
@@ -34,7 +37,7 @@ class Narrowed:
 
     params: list[SamplingParams]
     allowed: torch.Tensor | None = None  # bool [rows, vocab]; None: no row has a grammar
-    refusals: dict[Rid, str] = field(default_factory=dict)  # rows whose grammar cannot be followed, and why
+    refusals: dict[int, str] = field(default_factory=dict)  # rows whose grammar cannot be followed, and why
 
 
 class Constraints:
@@ -45,49 +48,47 @@ class Constraints:
         self._vocabulary: Vocabulary | None = None
         self._matchers: OrderedDict[Rid, Matcher] = OrderedDict()
 
-    def narrow(self, chunks: Sequence[Chunk], *, width: int, device: torch.device) -> Narrowed:
-        """What each of `chunks`, all of which sample, may choose among `width` tokens."""
-        params = [c.sampling or SamplingParams() for c in chunks]
-        guided = [i for i, p in enumerate(params) if p.grammar is not None]
+    def narrow(self, rows: Sequence[Row], *, width: int, device: torch.device) -> Narrowed:
+        """What each of `rows` may choose among `width` tokens."""
+        params = [row.chunk.sampling or SamplingParams() for row in rows]
+        guided = [i for i, p in enumerate(params) if p.grammar is not None and not self._ended(rows[i].ahead)]
         if not guided:
             return Narrowed(params)
         num_bytes = -(-width // 8)
-        bits = np.full((len(chunks), num_bytes), 0xFF, dtype=np.uint8)
-        refusals: dict[Rid, str] = {}
+        bits = np.full((len(rows), num_bytes), 0xFF, dtype=np.uint8)
+        refusals: dict[int, str] = {}
         for i in guided:
             try:
-                row, params[i] = self._row(chunks[i], params[i])
-                bits[i] = row[:num_bytes]  # llguidance rounds up to whole words
+                mask, params[i] = self._row(rows[i], params[i])
+                bits[i] = mask[:num_bytes]  # llguidance rounds up to whole words
             except RequestError as e:
-                refusals[chunks[i].rid] = e.message
-                self._matchers.pop(chunks[i].rid, None)
+                refusals[i] = e.message
         while len(self._matchers) > max(MIN_KEPT, 2 * len(guided)):
             self._matchers.popitem(last=False)
         allowed = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
         return Narrowed(params, torch.from_numpy(allowed).to(device), refusals)
 
-    def chosen(self, rid: Rid, token: int) -> None:
-        """A token was sampled: read it now, since the next step may be planned before anybody knows of it.
+    def chosen(self, rid: Rid, tokens: Sequence[int]) -> None:
+        """Tokens were sampled: read them now, since the next step may be planned before anybody knows of them.
 
-        Tokens that end the answer are not read; nothing follows them.
+        Where one of them ends the answer nothing is read; nothing follows.
         """
         matcher = self._matchers.get(rid)
-        if matcher is None or token in self._vocab().eos_ids:
+        if matcher is None or self._ended(tokens):
             return
         try:
-            matcher.read((token,))
+            matcher.read(tokens)
         except RequestError:
             del self._matchers[rid]  # the next step makes it again, and tells what is wrong
 
     # ------------------------------------------------------------------ one row
 
-    def _row(self, chunk: Chunk, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+    def _row(self, row: Row, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
         assert params.grammar is not None
-        matcher = self._matcher(chunk, params.grammar)
-        bits = np.frombuffer(matcher.mask(), dtype=np.uint8)
-        early = chunk.stop - chunk.num_prompt < params.min_tokens
+        num_emitted = row.position - row.chunk.num_prompt
+        bits = np.frombuffer(self._mask(row, params.grammar), dtype=np.uint8)
         forbidden = {
-            *(params.stop_token_ids if early else ()),
+            *(params.stop_token_ids if num_emitted < params.min_tokens else ()),
             *(self._vocab().eos_ids if params.ignore_eos else ()),
         }
         left = without(bits, forbidden)
@@ -95,30 +96,44 @@ class Constraints:
             return left, params
         return bits, msgspec.structs.replace(params, min_tokens=0)
 
-    def _matcher(self, chunk: Chunk, grammar: Grammar) -> Matcher:
-        """The matcher of a request, having read all tokens that it has emitted."""
-        known = list((chunk.history or ())[chunk.num_prompt :])
-        found = self._matchers.get(chunk.rid)
-        num_emitted = (
-            chunk.stop - chunk.num_prompt
-        )  # some of them may still be pending: then only we know them
-        follows = (
-            found is not None
-            and found.grammar == grammar
-            and len(found.tokens) == num_emitted
-            and found.tokens[: len(known)] == known
-        )
-        if found is None or not follows:
+    def _mask(self, row: Row, grammar: Grammar) -> bytes:
+        try:
+            matcher = self._matcher(row, grammar)
+            unread = row.ahead[max(0, len(matcher.tokens) - _num_known(row)) :]
+            return matcher.mask_after(unread) if unread else matcher.mask()
+        except RequestError:
+            self._matchers.pop(row.chunk.rid, None)
+            raise
+
+    def _matcher(self, row: Row, grammar: Grammar) -> Matcher:
+        """The matcher of a request, having read all tokens that it has emitted, and no others than the row's."""
+        rid, known = row.chunk.rid, list((row.chunk.history or ())[row.chunk.num_prompt :])
+        found = self._matchers.get(rid)
+        if found is None or found.grammar != grammar or not _leads_to(found.tokens, known, row):
             found = self._vocab().matcher(grammar)
             found.read(known)
-            self._matchers[chunk.rid] = found
-        self._matchers.move_to_end(chunk.rid)
+            self._matchers[rid] = found
+        self._matchers.move_to_end(rid)
         return found
+
+    def _ended(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and any(token in self._vocab().eos_ids for token in tokens)
 
     def _vocab(self) -> Vocabulary:
         if self._vocabulary is None:
             self._vocabulary = self._load()
         return self._vocabulary
+
+
+def _num_known(row: Row) -> int:
+    """Tokens of the answer that the row's chunk begins with or follows; not all may be in its history."""
+    return row.chunk.stop - row.chunk.num_draft - row.chunk.num_prompt
+
+
+def _leads_to(read: list[int], known: list[int], row: Row) -> bool:
+    """Whether a matcher that has read `read` is on the way to `row`; of tokens still pending only it knows."""
+    ahead = tuple(read[_num_known(row) :])
+    return len(read) >= _num_known(row) and read[: len(known)] == known and ahead == row.ahead[: len(ahead)]
 
 
 def without(bits: np.ndarray, tokens: Collection[int]) -> np.ndarray:

@@ -11,15 +11,16 @@ come from the model's own MTP layer, which also has state, so it runs over every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 import torch
 
+from splitserve.engine.constraint import Constraints
 from splitserve.engine.sampler import sample
-from splitserve.engine.step import Chunk, Sampled
+from splitserve.engine.step import Chunk, Row, Sampled
 from splitserve.layers.forward import Forward
 from splitserve.types import Rid, SamplingParams
 
@@ -40,11 +41,10 @@ class DraftingModel(Protocol):
         ...
 
 
-def accepted(chunk: Chunk, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Of the tokens chosen in a chunk's rows, those that follow from tokens that were right."""
-    drafts = chunk.tokens[chunk.num_tokens - chunk.num_draft :]
+def accepted(chunk: Chunk, tokens: Sequence[int], refused: Collection[int] = ()) -> tuple[int, ...]:
+    """Of the tokens chosen in a chunk's rows, those that follow from tokens that were right, up to a `refused` row."""
     right = 0
-    while right < len(drafts) and tokens[right] == drafts[right]:
+    while right < chunk.num_draft and tokens[right] == chunk.drafts[right] and right + 1 not in refused:
         right += 1
     return tuple(tokens[: right + 1])
 
@@ -55,16 +55,18 @@ def propose(
     fwd: Forward,
     streams: torch.Tensor,
     sampled: Mapping[Rid, Sampled],
+    *,
+    constraints: Constraints,
 ) -> dict[Rid, Sampled]:
     """Run the drafting layer over the step; `sampled` with a draft for each request that got a token.
 
     A draft is drawn with the random numbers of its place, so that under a temperature it is as often right as its
-    distribution is. Penalties and grammars are not asked: the check will.
+    distribution is, and among what its grammar allows. Penalties are not asked: the check will.
     """
     places: list[int] = []  # rows whose next token is not simply the next row's
     after: list[int] = []
     rows: list[int] = []
-    drawn: list[tuple[Chunk, int]] = []
+    drawn: list[Row] = []
     end = 0
     for chunk in chunks:
         end += chunk.num_tokens
@@ -79,20 +81,22 @@ def propose(
         # Rows of rejected drafts: any token, they are written again.
         after += found.tokens[-1:] * (end - first - len(found.tokens))
         rows.append(first + len(found.tokens) - 1)
-        drawn.append((chunk, len(found.tokens)))
+        drawn.append(Row(chunk, found.tokens))
     logits = model.draft(streams, _shifted(fwd, places, after, rows))
     if not drawn:
         return dict(sampled)
+    narrowed = constraints.narrow(drawn, width=logits.shape[1], device=logits.device)
     tokens, _ = sample(
         logits,
-        [_plain(chunk.sampling) for chunk, _ in drawn],
-        [chunk.stop - chunk.num_draft + num for chunk, num in drawn],
-        num_prompts=[chunk.num_prompt for chunk, _ in drawn],
+        [_plain(params) for params in narrowed.params],
+        [row.position for row in drawn],
+        num_prompts=[row.chunk.num_prompt for row in drawn],
         histories=[None] * len(drawn),
+        allowed=narrowed.allowed,
     )
     out = dict(sampled)
-    for (chunk, _), token in zip(drawn, tokens, strict=True):
-        out[chunk.rid] = msgspec.structs.replace(out[chunk.rid], draft=token)
+    for row, token in zip(drawn, tokens, strict=True):
+        out[row.chunk.rid] = msgspec.structs.replace(out[row.chunk.rid], draft=token)
     return out
 
 
@@ -104,10 +108,10 @@ def _shifted(fwd: Forward, places: list[int], after: list[int], rows: list[int])
     return replace(fwd, tokens=tokens, logit_rows=torch.tensor(rows, dtype=torch.int64, device=device))
 
 
-def _plain(params: SamplingParams | None) -> SamplingParams:
+def _plain(params: SamplingParams) -> SamplingParams:
     """How a draft is drawn: temperature, filters and seed of the request."""
     return msgspec.structs.replace(
-        params or SamplingParams(),
+        params,
         logprobs=None,
         repetition_penalty=1.0,
         presence_penalty=0.0,

@@ -39,7 +39,6 @@ class Limits:
             req.draft != PENDING
             and req.num_emitted + 1 < req.max_emitted
             and len(req.tokens) + 1 < self.max_len
-            and req.sampling.grammar is None  # a second row would need the grammar after a guess
         )
 
     def finish_reason(self, req: Request, token: int) -> tuple[FinishReason | None, int | None]:

@@ -20,7 +20,7 @@ from splitserve.engine import batch, drafting
 from splitserve.engine.constraint import Constraints
 from splitserve.engine.replay import Replay, Replayed, plain, suits
 from splitserve.engine.sampler import log_softmax_rows, sample
-from splitserve.engine.step import Chunk, Sampled, Step, StepResult
+from splitserve.engine.step import Chunk, Row, Sampled, Step, StepResult
 from splitserve.layers.forward import Forward, Group, States
 from splitserve.types import Rid, TokenLogprobs
 
@@ -142,7 +142,9 @@ class Runner:
         else:
             streams = self._drafter.streams(fwd)
             sampled = self._sample(chunks, self._drafter.logits(streams[fwd.logit_rows]))
-            sampled = drafting.propose(self._drafter, chunks, fwd, streams, sampled)
+            sampled = drafting.propose(
+                self._drafter, chunks, fwd, streams, sampled, constraints=self._constraints
+            )
         self._remember(step.index, sampled)
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
 
@@ -167,7 +169,7 @@ class Runner:
         """Split the logits' rows by chunk (see batch._logit_rows) and sample all sampling rows at once."""
         rated: dict[Rid, tuple[TokenLogprobs, ...]] = {}
         rows: list[int] = []
-        sampling: list[_Row] = []
+        sampling: list[Row] = []
         at = 0
         for chunk in chunks:
             if chunk.prompt_next:
@@ -177,16 +179,14 @@ class Runner:
                 at += len(chunk.prompt_next)
             for i in range(chunk.num_draft + 1 if chunk.sample else 0):
                 rows.append(at)
-                sampling.append(_Row(chunk, i))
+                sampling.append(Row(chunk, chunk.drafts[:i]))
                 at += 1
         out = {rid: Sampled(prompt_logprobs=rating) for rid, rating in rated.items()}
         if not rows:
             return out
         picked = logits if len(rows) == len(logits) else logits[rows]
         finite = torch.isfinite(picked.sum(dim=-1)).tolist()
-        narrowed = self._constraints.narrow(
-            [row.chunk for row in sampling], width=picked.shape[1], device=picked.device
-        )
+        narrowed = self._constraints.narrow(sampling, width=picked.shape[1], device=picked.device)
         tokens, logprobs = sample(
             picked,
             narrowed.params,
@@ -196,39 +196,20 @@ class Runner:
             allowed=narrowed.allowed,
         )
         for i, row in enumerate(sampling):
-            if row.index:
+            if row.ahead:
                 continue
             chunk = row.chunk
-            taken = drafting.accepted(chunk, tokens[i : i + 1 + chunk.num_draft])
-            self._constraints.chosen(chunk.rid, taken[0])  # a chunk with a grammar has no drafts
+            refused = [at - i for at in narrowed.refusals]
+            taken = drafting.accepted(chunk, tokens[i : i + 1 + chunk.num_draft], refused)
+            self._constraints.chosen(chunk.rid, taken)
             out[chunk.rid] = Sampled(
                 taken,
                 tuple(entry for entry in logprobs[i : i + len(taken)] if entry is not None),
                 rated.get(chunk.rid, ()),
                 all(finite[i : i + len(taken)]),
-                narrowed.refusals.get(chunk.rid, ""),
+                narrowed.refusals.get(i, ""),
             )
         return out
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One row of logits that chooses a token: `index` counts from the chunk's last known token over its drafts."""
-
-    chunk: Chunk
-    index: int
-
-    @property
-    def position(self) -> int:
-        return self.chunk.stop - self.chunk.num_draft + self.index
-
-    @property
-    def history(self) -> tuple[int, ...] | None:
-        chunk = self.chunk
-        if chunk.history is None or not self.index:
-            return chunk.history
-        first = chunk.num_tokens - chunk.num_draft
-        return (*chunk.history, *chunk.tokens[first : first + self.index])
 
 
 def rate(logits: torch.Tensor, tokens: tuple[int, ...], num_top: int) -> tuple[TokenLogprobs, ...]:

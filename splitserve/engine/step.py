@@ -42,6 +42,10 @@ class Chunk(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
     @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.tokens[self.num_tokens - self.num_draft :]
+
+    @property
     def waits(self) -> bool:
         """Its last token is one that an earlier step samples."""
         return self.tokens[-1] == PENDING
@@ -50,6 +54,24 @@ class Chunk(msgspec.Struct, frozen=True):
     def decodes(self) -> bool:
         """Whether it computes one token behind the prompt, and guesses of what follows."""
         return self.num_tokens - self.num_draft == 1 and self.start >= self.num_prompt
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One row of logits that chooses a token of a chunk's request: the one behind `ahead`."""
+
+    chunk: Chunk
+    ahead: tuple[int, ...] = ()  # behind the chunk's last known token: guesses, or what this step has chosen
+
+    @property
+    def position(self) -> int:
+        """Of the token to choose."""
+        return self.chunk.stop - self.chunk.num_draft + len(self.ahead)
+
+    @property
+    def history(self) -> tuple[int, ...] | None:
+        """All known tokens before it, where they are needed."""
+        known = self.chunk.history
+        return (*known, *self.ahead) if known and self.ahead else known
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -104,11 +104,13 @@ class Matcher:
 
     def __init__(self, state: llguidance.LLMatcher, grammar: Grammar) -> None:
         self._state = state
+        self._mask: bytes | None = None  # of where it stands, once asked for
         self.grammar = grammar
         self.tokens: list[int] = []  # read so far
 
     def read(self, tokens: Sequence[int]) -> None:
         """Go on by `tokens` of the answer. Raises RequestError where the grammar does not allow them."""
+        self._mask = None
         if not self._state.consume_tokens(list(tokens)):
             raise self._error()
         self.tokens += tokens
@@ -118,6 +120,23 @@ class Matcher:
 
         Raises RequestError where this takes more work than a step may spend.
         """
+        if self._mask is None:
+            self._mask = self._compute()
+        return self._mask
+
+    def mask_after(self, tokens: Sequence[int]) -> bytes:
+        """The mask behind further tokens, which are not read for that.
+
+        Raises RequestError where the grammar does not allow them, and as `mask` does, which ends the matcher's use.
+        """
+        ahead = list(tokens)
+        if self._state.validate_tokens(ahead) < len(ahead) or not self._state.consume_tokens(ahead):
+            raise RequestError("the grammar does not allow these tokens", field=self.grammar.kind.value)
+        mask = self._compute()
+        self._state.rollback(len(ahead))
+        return mask
+
+    def _compute(self) -> bytes:
         mask = self._state.compute_bitmask()
         if self._state.is_error():
             raise self._error()

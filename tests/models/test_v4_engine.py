@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,7 +32,9 @@ from splitserve.models.deepseek_v4 import DeepseekV4
 from splitserve.models.make_checkpoint import TINY, write_checkpoint
 from splitserve.models.read import read_config
 from splitserve.spec import lay_out
-from splitserve.types import SamplingParams
+from splitserve.text import byte_tokenizer, tokenizer
+from splitserve.text.grammar import Vocabulary
+from splitserve.types import Grammar, GrammarKind, SamplingParams
 from splitserve.weights.locate import locate
 from tests.models.v4_oracle import PAGE
 
@@ -111,7 +115,7 @@ class Engine:
             tp=SoloGroup(),
             device=torch.device("cpu"),
             between_layers=lambda: None,
-            constraints=Constraints(lambda: pytest.fail("no request here has a grammar")),
+            constraints=Constraints(vocabulary),
             drafter=self.drafter,
         )
 
@@ -133,6 +137,14 @@ class Engine:
 
     def answer(self, prompt: list[int], num: int = NUM, **sampling: Any) -> list[int]:
         return self.answers([prompt], num, **sampling)[0]
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    """The bytes as tokens, and ids without a text up to the model's 512."""
+    with TemporaryDirectory() as directory:
+        byte_tokenizer.write(Path(directory), num_tokens=512)
+        return Vocabulary(tokenizer.load(Path(directory)), 512)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -201,6 +213,38 @@ def test_guesses_change_no_token(model: DeepseekV4) -> None:
 
 def test_guesses_change_no_drawn_token(model: DeepseekV4) -> None:
     check_guesses(model, 250, {**SEEDED, "repetition_penalty": 1.3})
+
+
+GRAMMARS = [
+    Grammar(GrammarKind.REGEX, "([a-f]|[0-9]{2}){9,}"),
+    Grammar(
+        GrammarKind.JSON_SCHEMA,
+        '{"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}',
+    ),
+    Grammar(GrammarKind.EBNF, 'start: "<" word+ ">"\nword: /[a-z]{1,3}/ (" " | "-")'),
+]
+
+
+def bounded(grammar: Grammar) -> dict[str, Any]:
+    return {"grammar": grammar, "stop_token_ids": vocabulary().eos_ids}
+
+
+def test_guesses_change_no_token_under_a_grammar(model: DeepseekV4) -> None:
+    check_guesses(model, 123, bounded(GRAMMARS[0]))
+
+
+def test_guesses_change_no_drawn_token_under_a_grammar(model: DeepseekV4) -> None:
+    check_guesses(model, 250, {**SEEDED, **bounded(GRAMMARS[1]), "min_tokens": 5})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda g: g.kind.value)
+@pytest.mark.parametrize("length", [119, 253])
+def test_guesses_in_batches_change_no_token_under_a_grammar(
+    model: DeepseekV4, length: int, grammar: Grammar, sampling: dict[str, Any]
+) -> None:
+    check_guesses(model, length, {**sampling, **bounded(grammar)}, others=(3, 130, 127))
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ import random
 import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.engine.constraint import Constraints, without
-from splitserve.engine.step import PENDING, Chunk
+from splitserve.engine.constraint import Constraints, Narrowed, without
+from splitserve.engine.step import PENDING, Chunk, Row
 from splitserve.errors import RequestError
 from splitserve.server.openai import ChatBody
 from splitserve.server.sglang import SglangSampling
@@ -204,9 +205,14 @@ def row(answer: bytes = b"", *, pending: bool = False, rid: str = "r", **params:
     )
 
 
-def choices(constraints: Constraints, *rows: Chunk) -> list[str]:
+def narrow(constraints: Constraints, *rows: Chunk | Row) -> Narrowed:
+    made = [row if isinstance(row, Row) else Row(row) for row in rows]
+    return constraints.narrow(made, width=WIDTH, device=torch.device("cpu"))
+
+
+def choices(constraints: Constraints, *rows: Chunk | Row) -> list[str]:
     """The characters that each row may choose; "." is the end."""
-    allowed = constraints.narrow(rows, width=WIDTH, device=torch.device("cpu")).allowed
+    allowed = narrow(constraints, *rows).allowed
     assert allowed is not None
     return ["".join("." if t == END else chr(t) for t in r.nonzero()[:, 0].tolist()) for r in allowed]
 
@@ -224,7 +230,7 @@ def test_a_step_without_grammars_never_loads_a_vocabulary() -> None:
     def never() -> Vocabulary:
         raise AssertionError("nobody asked for a grammar")
 
-    narrowed = Constraints(never).narrow([row(grammar=None)], width=WIDTH, device=torch.device("cpu"))
+    narrowed = narrow(Constraints(never), row(grammar=None))
     assert narrowed.allowed is None
 
 
@@ -233,7 +239,7 @@ def test_ends_wait_for_min_tokens_and_ignore_eos_until_nothing_else_is_left(voca
     assert choices(constraints, row(b"ab", min_tokens=5)) == ["bc"]
     assert choices(constraints, row(b"ab", min_tokens=2)) == ["bc."]
     assert choices(constraints, row(b"ab", ignore_eos=True)) == ["bc"]
-    narrowed = constraints.narrow([row(b"abc", min_tokens=5)], width=WIDTH, device=torch.device("cpu"))
+    narrowed = narrow(constraints, row(b"abc", min_tokens=5))
     assert narrowed.allowed is not None
     assert narrowed.allowed[0].nonzero().tolist() == [[END]]
     assert narrowed.params[0].min_tokens == 0, "or the sampler would ban the only token left"
@@ -242,14 +248,14 @@ def test_ends_wait_for_min_tokens_and_ignore_eos_until_nothing_else_is_left(voca
 def test_a_pending_token_is_known_to_the_rank_that_chose_it(vocabulary) -> None:
     constraints = Constraints(lambda: vocabulary)
     assert choices(constraints, row(b"a")) == ["b"]
-    constraints.chosen("r", ord("b"))
+    constraints.chosen("r", b"b")
     assert choices(constraints, row(b"ab", pending=True)) == ["bc."]
 
 
 def test_a_history_that_says_otherwise_wins_over_what_is_remembered(vocabulary) -> None:
     constraints = Constraints(lambda: vocabulary)
     choices(constraints, row(b"a"))
-    constraints.chosen("r", ord("b"))
+    constraints.chosen("r", b"b")
     assert choices(constraints, row(b"a")) == ["b"]  # computed again
     other = Grammar(GrammarKind.REGEX, "[xy]z")
     assert choices(constraints, row(b"x", grammar=other)) == ["z"]  # the same name, another request
@@ -257,11 +263,48 @@ def test_a_history_that_says_otherwise_wins_over_what_is_remembered(vocabulary) 
 
 def test_an_answer_that_left_its_grammar_is_refused_alone(vocabulary) -> None:
     constraints = Constraints(lambda: vocabulary)
-    rows = [row(b"xx", rid="bad"), row(b"a", rid="good")]
-    narrowed = constraints.narrow(rows, width=WIDTH, device=torch.device("cpu"))
-    assert set(narrowed.refusals) == {"bad"}
+    narrowed = narrow(constraints, row(b"xx", rid="bad"), row(b"a", rid="good"))
+    assert set(narrowed.refusals) == {0}
     assert narrowed.allowed is not None
     assert narrowed.allowed[1].nonzero().tolist() == [[ord("b")]]
+
+
+def guess(answer: bytes, ahead: bytes, **params: Any) -> tuple[Row, Row]:
+    """The two rows of a step that tries `ahead`, one token."""
+    plain = row(answer, **params)
+    tried = msgspec.structs.replace(
+        plain, stop=plain.stop + 1, tokens=(*plain.tokens, *ahead), num_draft=1, pages=(0,)
+    )
+    return Row(tried), Row(tried, tuple(ahead))
+
+
+def test_the_row_behind_a_guess_has_the_mask_that_the_next_step_would_have(vocabulary) -> None:
+    constraints = Constraints(lambda: vocabulary)
+    for answer, ahead in ((b"", b"a"), (b"a", b"b"), (b"ab", b"b"), (b"ab", b"c")):
+        here, behind = choices(constraints, *guess(answer, ahead))
+        assert [here, behind] == choices(Constraints(lambda: vocabulary), row(answer), row(answer + ahead))
+        assert choices(constraints, row(answer)) == [here], "the guess was only tried"
+    assert choices(constraints, *guess(b"a", b"b", min_tokens=3)) == ["b", "bc"]
+
+
+def test_rows_behind_forbidden_guesses_are_refused_and_behind_an_end_left_open(vocabulary) -> None:
+    constraints = Constraints(lambda: vocabulary)
+    forbidden = narrow(constraints, *guess(b"a", b"x"))
+    assert set(forbidden.refusals) == {1}
+    assert choices(constraints, row(b"a")) == ["b"]
+    here, end = guess(b"ab", b"c")[0], Row(guess(b"ab", b"c")[0].chunk, (END,))
+    allowed = narrow(constraints, here, end).allowed
+    assert allowed is not None
+    assert allowed[1].all()
+
+
+def test_guesses_are_made_where_the_chosen_tokens_lead(vocabulary) -> None:
+    constraints = Constraints(lambda: vocabulary)
+    for chosen in (b"b", b"bb"):
+        narrow(constraints, *guess(b"a", b"b"))
+        constraints.chosen("r", chosen)
+        assert choices(constraints, Row(guess(b"a", b"b")[0].chunk, tuple(chosen))) == ["bc."]
+        assert choices(constraints, row(b"a" + chosen)) == ["bc."]
 
 
 @given(bits=st.binary(min_size=4, max_size=4), tokens=st.sets(st.integers(0, 31)))
