@@ -55,8 +55,9 @@ class TorchGroup:
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = _meet(rank, size, host=host, port=port, timeout=timeout, listening=listening)
-            self._group = (_gloo if device == "cpu" else _nccl)(store, rank, size, host=host, timeout=timeout)
+            self.store = _meet(rank, size, host=host, port=port, timeout=timeout, listening=listening)
+            make = _gloo if device == "cpu" else _nccl
+            self._group = make(self.store, rank, size, host=host, timeout=timeout)
         except RuntimeError as e:  # torch's DistNetworkError, DistStoreError and gloo's own are all of these
             raise PeerLost(
                 f"rank {rank} of {size} did not meet its group at {host}:{port}: {_first_line(e)}"
@@ -72,6 +73,14 @@ class TorchGroup:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._wait("all_gather", self._group.allgather([parts], [x.contiguous()]))
         return torch.cat(parts, dim)
+
+    def tell(self, what: str, word: str) -> list[str]:
+        """What every rank says about `what`, in rank order; once for each `what`. Goes by the store."""
+        try:
+            self.store.set(f"told/{what}/{self.rank}", word)
+            return [self.store.get(f"told/{what}/{r}").decode() for r in range(self.size)]
+        except RuntimeError as e:
+            raise PeerLost(f"rank {self.rank} of {self.size} heard nothing: {_first_line(e)}") from e
 
     def close(self) -> None:
         """Leave the group; the others' next collective fails. Idempotent."""

@@ -14,7 +14,9 @@ import torch
 
 from splitserve import log, numa, wire
 from splitserve.config import EngineConfig
+from splitserve.dist import peers
 from splitserve.dist.group import SoloGroup, TorchGroup
+from splitserve.dist.peers import PeerGroup
 from splitserve.engine import device, memory
 from splitserve.engine.channel import JOIN_S, Join, Joined, Line, Loaded, Poison, Ranks, Sized
 from splitserve.engine.constraint import Constraints
@@ -44,8 +46,10 @@ from splitserve.text import tokenizer
 from splitserve.text.grammar import Vocabulary
 from splitserve.transfer import transport as transports
 from splitserve.transfer.faults import Faults
+from splitserve.transfer.judged import Judged
 from splitserve.transfer.paced import Paced
 from splitserve.transfer.port import Port, PortGroup
+from splitserve.transfer.probed import Expectations
 from splitserve.transfer.receiver import Receiver
 from splitserve.transfer.rendezvous import Rendezvous
 from splitserve.transfer.sender import Sender
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
     from splitserve.engine.rank import Start
 
 _log = log.get(__name__)
+
+TpGroup = SoloGroup | TorchGroup | PeerGroup
 
 
 @dataclass
@@ -89,9 +95,10 @@ class Builder:
         self.config = start.engine
         self.closing = closing
         self.say = say
-        self.device = device.take(start.engine.device, rank=start.rank, tp=start.tp)
+        self.device = device.take(start.engine.device, rank=start.rank, tp=start.tp, gpus=start.engine.gpus)
         self.faults = Faults() if start.engine.allow_faults else None
         self.bootstrap_port = 0
+        self._sums = ""
         self._progress: Callable[[], None] = _nothing
         self.source = locate(self.config.model)
         self.cfg = read_config(self.source)
@@ -166,30 +173,37 @@ class Builder:
         self._progress()
 
     def _free_bytes(self) -> int:
-        return device.free_bytes(self.device, tp=self.start.tp)
+        on_gpu = self.device.type == "cuda"
+        ranks = device.sharers(self.config.gpus, self.start.rank) if on_gpu else self.start.tp
+        return device.free_bytes(self.device, ranks=ranks)
 
     def _capacity(self, free_bytes: int) -> memory.Capacity:
         return memory.size(self.config, self.layout, model_max_len=self.cfg.max_len, free_bytes=free_bytes)
 
-    def _group(self, port: int, listening: socket.socket | None) -> SoloGroup | TorchGroup:
+    def _group(self, port: int, listening: socket.socket | None) -> TpGroup:
         """The TP group. Rank 0 hands over the socket that it has told the others, so that nobody else can take it."""
         if self.start.tp == 1:
             if listening is not None:
                 listening.close()
             return SoloGroup()
         self.say("meeting the other ranks", 0.0)
+        shared = len(set(self.config.gpus)) < len(self.config.gpus)
         group = TorchGroup(
             self.start.rank,
             self.start.tp,
             host="127.0.0.1",
             port=port,
-            device=self.config.device,
+            device="cpu" if shared else self.config.device,  # NCCL knows one rank for each GPU
             listening=listening,
         )
         self.closing.callback(group.close)
-        return group
+        if self.device.type == "cpu":
+            return group
+        joined = peers.join(group, self.device, shared=shared)
+        self._sums = joined.how if isinstance(joined, PeerGroup) else "NCCL"
+        return joined
 
-    def _load(self, group: SoloGroup | TorchGroup) -> Model:
+    def _load(self, group: TpGroup) -> Model:
         with device.in_memory(self.device, f"the share of rank {self.start.rank} in the weights"):
             model = registry.build(
                 self.cfg, group, dtype=self.dtype, device=str(self.device), draft=self.drafts
@@ -248,6 +262,8 @@ class Builder:
         )
         if self.faults:
             transport = Paced(transport, self.faults)
+        if self.start.transfer.probed:
+            transport = Judged(transport, Expectations(self.start.rank, self.start.transfer.probed))
         self.closing.callback(transport.close)
         return transport
 
@@ -257,9 +273,7 @@ class Builder:
             return f"dummy {self.cfg.arch}"
         return fingerprint(self.source, context=repr(self.cfg.rope))
 
-    def _runner(
-        self, model: Model, pool: Pool, group: SoloGroup | TorchGroup, between_layers: Callable[[], None]
-    ) -> Runner:
+    def _runner(self, model: Model, pool: Pool, group: TpGroup, between_layers: Callable[[], None]) -> Runner:
         return Runner(
             model,
             pool,
@@ -271,9 +285,7 @@ class Builder:
             drafter=cast(DraftingModel, model) if self.drafts else None,
         )
 
-    def _ready(
-        self, runner: Runner, model: Model, pool: Pool, group: SoloGroup | TorchGroup, sized: Sized
-    ) -> None:
+    def _ready(self, runner: Runner, model: Model, pool: Pool, group: TpGroup, sized: Sized) -> None:
         """On a GPU: compile what prompts need, and record decoding for every batch size; guesses do without graphs."""
         if not replayable(model, self.device):
             return
@@ -364,6 +376,7 @@ class Builder:
             "kv_dtype": self.config.kv_dtype,
             "device": self.config.device,
             "device_name": device.name_of(self.device),
+            "sums": self._sums,
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "memory": numa.read_binding(os.getpid()).memory,

@@ -9,7 +9,7 @@ offered to a peer, only after it: a peer's write knows nothing of our stream. `C
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,9 +22,10 @@ from splitserve.errors import CapacityError, ConfigError
 from splitserve.ops.kernels.archs import ARCHS
 
 
-def take(kind: str, *, rank: int, tp: int) -> torch.device:
-    """The rank's own device, made current: cuda:r of those that CUDA_VISIBLE_DEVICES lets it see, or the CPU.
+def take(kind: str, *, rank: int, tp: int, gpus: Sequence[int] = ()) -> torch.device:
+    """The rank's own device, made current, or the CPU.
 
+    `gpus` has one of those that CUDA_VISIBLE_DEVICES lets it see for each rank, and may name one twice; empty: cuda:r.
     Raises ConfigError where there is no such GPU, or it is too old for bf16.
     """
     if kind == "cpu":
@@ -37,13 +38,8 @@ def take(kind: str, *, rank: int, tp: int) -> torch.device:
             field="device",
             fix="look at `splitserve doctor`; a torch built for CUDA and its driver are needed, or device = 'cpu'",
         )
-    if tp > count:
-        raise ConfigError(
-            f"tp={tp} needs as many GPUs, {count} can be seen",
-            field="tp",
-            fix="lower tp, or let CUDA_VISIBLE_DEVICES name more",
-        )
-    device = torch.device("cuda", rank)
+    _check_count(tp, count, gpus)
+    device = torch.device("cuda", gpus[rank] if gpus else rank)
     torch.cuda.set_device(device)
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < min(ARCHS):
@@ -55,17 +51,37 @@ def take(kind: str, *, rank: int, tp: int) -> torch.device:
     return device
 
 
+def _check_count(tp: int, count: int, gpus: Sequence[int]) -> None:
+    if gpus and (len(gpus) != tp or max(gpus) >= count):
+        raise ConfigError(
+            f"gpus {list(gpus)} for {tp} ranks, {count} can be seen",
+            field="gpus",
+            fix=f"name one of 0 to {count - 1} for each rank, or leave gpus out",
+        )
+    if not gpus and tp > count:
+        raise ConfigError(
+            f"tp={tp} needs as many GPUs, {count} can be seen",
+            field="tp",
+            fix="lower tp, or let CUDA_VISIBLE_DEVICES name more",
+        )
+
+
+def sharers(gpus: Sequence[int], rank: int) -> int:
+    """Ranks of this engine on the rank's GPU, itself included."""
+    return gpus.count(gpus[rank]) if gpus else 1
+
+
 def name_of(device: torch.device) -> str:
     """ "cpu", or the GPU's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def free_bytes(device: torch.device, *, tp: int) -> int:
-    """What one rank may have: of its GPU what nobody holds, of the host's memory its share."""
+def free_bytes(device: torch.device, *, ranks: int) -> int:
+    """What one of the `ranks` on this device may have: its share of what nobody holds."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available // tp
+        return psutil.virtual_memory().available // ranks
     torch.cuda.empty_cache()  # what loading has left in torch's hands is free as well
-    return int(torch.cuda.mem_get_info(device)[0])
+    return int(torch.cuda.mem_get_info(device)[0]) // ranks
 
 
 def allocator(device: torch.device) -> Callable[[int], torch.Tensor]:

@@ -43,6 +43,19 @@ def test_a_rank_takes_the_gpu_of_its_number(gpus: dict[str, Any]) -> None:
     assert device.take("cpu", rank=1, tp=2) == torch.device("cpu")
 
 
+def test_ranks_may_share_a_gpu_that_is_named_twice(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device.take("cuda", rank=2, tp=4, gpus=(0, 0, 1, 1)) == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert [device.sharers((0, 0, 1), r) for r in range(3)] == [2, 2, 1]
+    assert device.free_bytes(torch.device("cuda:0"), ranks=2) == 2
+    for named in ((0, 2), (0,)):
+        with pytest.raises(ConfigError, match="2 can be seen") as e:
+            device.take("cuda", rank=0, tp=2, gpus=named)
+        assert e.value.field == "gpus"
+
+
 @pytest.mark.parametrize(
     ("machine", "field", "words"),
     [

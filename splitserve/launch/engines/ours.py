@@ -20,7 +20,7 @@ def words(seat: Seat) -> tuple[str, ...]:
     config = replace(
         seat.config,
         cpus=seat.cpus,
-        gpus=(),  # CUDA_VISIBLE_DEVICES says them
+        gpus=_visible(seat.gpus),
         node=-1 if seat.node is None else seat.node,
         memory_bind=seat.memory,
     )
@@ -38,6 +38,12 @@ def env(seat: Seat) -> dict[str, str]:
     """On top of the supervisor's own environment."""
     threads = seat.config.threads or max(1, len(seat.cpus) // seat.config.tp)
     return {"OMP_NUM_THREADS": str(threads), **gpu_settings(seat)}
+
+
+def _visible(gpus: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks' GPUs among those of CUDA_VISIBLE_DEVICES, where ranks share one; else their order there says it."""
+    seen = list(dict.fromkeys(gpus))
+    return tuple(seen.index(g) for g in gpus) if len(seen) < len(gpus) else ()
 
 
 def _allow(transfer: TransferConfig, host: str) -> TransferConfig:

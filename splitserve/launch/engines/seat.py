@@ -133,4 +133,5 @@ def gpu_settings(seat: Seat) -> dict[str, str]:
     """
     if not seat.gpus:
         return {}
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))}
+    seen = dict.fromkeys(seat.gpus)  # CUDA stops reading at a number that it has met before
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
