@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from splitserve.cli import PROGRAM, complain, report
 from splitserve.cli.precheck import check_engines, check_models
 from splitserve.errors import ConfigError, PeerLost, RequestError
-from splitserve.launch import control, placement, probe, topology
+from splitserve.launch import control, fits, placement, probe, topology
 from splitserve.launch import logs as log_files
 from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
@@ -33,17 +33,20 @@ FOLLOW_PAUSE_S = 0.2
 def up(args: argparse.Namespace) -> int:
     """Start a deployment and stay with it, or (--detach) return once it is ready."""
     deployment = load(args.file, overrides=args.set)
-    # Another machine has other files; tests start other programs, which know other models.
-    if args.program == PROGRAM and not args.topology:
-        check_models(deployment)
-        for warning in dict.fromkeys(check_engines(deployment)):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-    if args.detach:
-        return _detach(args, deployment)
     if args.topology and not args.dry_run:
         raise ConfigError("--topology plans for another machine", field="topology", fix="add --dry-run")
     machine = topology.load(args.topology) if args.topology else topology.read()
+    # Another machine has other files; tests start other programs, which know other models.
+    ours = args.program == PROGRAM and not args.topology
+    needed = check_models(deployment, free=machine.memory_free) if ours else {}
+    if ours:
+        for warning in dict.fromkeys(check_engines(deployment)):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     specs = placement.place(machine, deployment)
+    fits.check_quota(machine, deployment)
+    fits.check_memory(machine, specs, needed)
+    if args.detach:
+        return _detach(args, deployment)
     path = _kernel_path(machine, specs)
     if args.dry_run:
         return _dry_run(args, deployment, specs, path)

@@ -78,6 +78,22 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "file",
+        nargs="?",
+        default="",
+        metavar="FILE",
+        help="deployment file: check its models, ports and placement too",
+    )
+    parser.add_argument("--quick", action="store_true", help="do not start processes that try NIXL")
+    parser.add_argument(
+        "--setup",
+        action="store_true",
+        help="print what installs torch, NIXL and Triton for the driver found here",
+    )
+    parser.add_argument(
+        "--run", dest="run_setup", action="store_true", help="with --setup: run it, in this environment"
+    )
+    parser.add_argument(
         "--fabric",
         nargs="?",
         const="",
@@ -321,6 +337,6 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "kernels": ("compile the GPU kernels ahead of time", _KERNELS, _kernels),
     "render": ("a deployment in another system's words", "splitserve.cli.render", _render),
     "topology": ("cpus, memory and GPUs of this machine", _MACHINE, _json),
-    "doctor": ("check that everything needed is here", _MACHINE, _doctor),
+    "doctor": ("check that everything needed is here", "splitserve.cli.doctor", _doctor),
     "version": ("print the version", _MACHINE, _json),
 }

@@ -6,22 +6,28 @@ from dataclasses import replace
 
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
-from splitserve.launch.deployment import Deployment
+from splitserve.launch.deployment import Deployment, Group
+from splitserve.launch.fits import Footprint
 
 
-def check_models(deployment: Deployment) -> None:
-    """Raise the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP.
+def check_models(deployment: Deployment, *, free: int) -> dict[str, Footprint]:
+    """What an engine of each role needs at least; `free` bytes are there for those on the host.
 
-    Other engines than ours read their models themselves, and know more of them.
+    Raises the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP.
     """
-    for group in deployment.groups:
-        if group.program.foreign:
-            continue
-        try:
-            _check_model(group.engine)
-        except SplitserveError as e:
-            e.message = f"[{group.role}] {e.message}"
-            raise
+    found = {str(group.role): check_model(group, free=free) for group in deployment.groups}
+    return {role: footprint for role, footprint in found.items() if footprint is not None}
+
+
+def check_model(group: Group, *, free: int) -> Footprint | None:
+    """The same for one role; None for other engines than ours, which read their models themselves and know more."""
+    if group.program.foreign:
+        return None
+    try:
+        return _check_model(group.engine, free)
+    except SplitserveError as e:
+        e.message = f"[{group.role}] {e.message}"
+        raise
 
 
 def check_engines(deployment: Deployment) -> list[str]:
@@ -32,9 +38,7 @@ def check_engines(deployment: Deployment) -> list[str]:
     return [warning for program in programs if (warning := installed.check(program))]
 
 
-def _check_model(engine: EngineConfig) -> None:
-    import psutil
-
+def _check_model(engine: EngineConfig, free: int) -> Footprint:
     from splitserve.engine.memory import size
     from splitserve.models import registry
     from splitserve.models.read import read_config
@@ -44,8 +48,11 @@ def _check_model(engine: EngineConfig) -> None:
 
     source = locate(engine.model)
     cfg = read_config(source)
+    weights = 0
     if not engine.dummy_weights:
-        open_checkpoint(source)
+        checkpoint = open_checkpoint(source)
+        weights = sum(checkpoint.span(name).nbytes for name in checkpoint.names())
+    registry.check_tp(cfg, engine.tp)
     dtype = engine.dtype if engine.dtype != "auto" else "bf16"
     drafts = engine.speculative != "none"
     specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype, draft=drafts)
@@ -53,4 +60,12 @@ def _check_model(engine: EngineConfig) -> None:
     layout = lay_out(specs, page_tokens=engine.page_tokens, rank=engine.tp - 1, size=engine.tp)
     if engine.device == "cpu":
         # The engine asks again, with the memory that is free when its weights are in.
-        size(engine, layout, model_max_len=cfg.max_len, free_bytes=psutil.virtual_memory().available)
+        size(engine, layout, model_max_len=cfg.max_len, free_bytes=free)
+    return Footprint(weights, _least_state(engine, layout.page_bytes, layout.slot_bytes))
+
+
+def _least_state(engine: EngineConfig, page_bytes: int, slot_bytes: int) -> int:
+    """Of one rank: what the file names, else one page and the slots."""
+    if engine.memory_mb:
+        return engine.memory_mb * 10**6
+    return max(1, engine.num_pages) * page_bytes + engine.max_seqs * slot_bytes

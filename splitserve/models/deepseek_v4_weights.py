@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from splitserve.errors import ConfigError
 from splitserve.weights.parameters import Form, Parameter, Part
 
 from .deepseek_v4_config import CSA, SWA, DeepseekV4Config
+from .shares import check_deepseek_v4
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,7 @@ class Share:
     )
 
     def check(self, cfg: DeepseekV4Config) -> None:
-        for what, count in (("output groups", cfg.out_groups), ("heads", cfg.num_heads)):
-            if count % self.size:
-                raise ConfigError(f"tp={self.size} does not divide {count} {what}", field="tp")
-        if self.whole_experts and cfg.num_experts % self.size:
-            raise ConfigError(f"tp={self.size} does not divide {cfg.num_experts} experts", field="tp")
-        if cfg.expert_ffn % (32 * self.size):
-            raise ConfigError(
-                f"tp={self.size} cuts experts of {cfg.expert_ffn} into parts that are no multiple of 32",
-                field="tp",
-            )
+        check_deepseek_v4(cfg, self.size, whole_experts=self.whole_experts)
 
     def of(self, length: int) -> range:
         part = length // self.size

@@ -16,7 +16,6 @@ from types import ModuleType
 
 import torch
 
-from splitserve.errors import ConfigError
 from splitserve.layers.attention import AttentionPlan, attend, plan_attention
 from splitserve.layers.forward import Forward, Group
 from splitserve.layers.linear import ColumnLinear, Embedding, Head, RowLinear
@@ -30,6 +29,7 @@ from splitserve.weights.rules import DECODER, Sizes, expand
 
 from .config import ModelConfig
 from .rope import frequencies
+from .shares import check_decoder
 
 _COMPILING = 0.3  # of a start, where nothing was compiled before
 
@@ -217,8 +217,7 @@ def sizes(cfg: ModelConfig, rank: int, size: int) -> Sizes:
 
     Query heads divide evenly; KV heads as the state's pieces do, so that each rank has those its query heads read.
     """
-    if cfg.num_heads % size:
-        raise ConfigError(f"tp={size} does not divide {cfg.num_heads} heads", field="tp")
+    check_decoder(cfg, size)
     pieces = local_pieces(cfg.num_kv_heads, rank, size)
     heads = cfg.num_heads // size
     share = -(-cfg.vocab // size)

@@ -12,6 +12,7 @@ from splitserve.spec import StateSpec
 
 from .config import ModelConfig
 from .deepseek_v4_states import deepseek_v4_states, least_bytes
+from .shares import check_decoder, check_deepseek_v4
 from .states import decoder_states
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Family:
     states: Callable[..., list[StateSpec]]  # (cfg, *, dtype)
     module: str
     name: str  # class in the module: (cfg, tp, dtype, device)
+    deal: Callable[..., None]  # (cfg, size): ConfigError where it cannot be dealt out to so many ranks
     packs: bool = False  # its states can be packed: `states` takes kv="fp8"
     dummies: bool = False  # it can make its weights up: `load_dummy`
     least: Callable[..., int] | None = (
@@ -42,11 +44,12 @@ class Family:
     drafts: bool = False  # it can guess tokens ahead: `states` and the class take draft=True
 
 
-_DECODER = Family(decoder_states, "splitserve.models.llama", "Llama", dummies=True)
+_DECODER = Family(decoder_states, "splitserve.models.llama", "Llama", check_decoder, dummies=True)
 _DEEPSEEK_V4 = Family(
     deepseek_v4_states,
     "splitserve.models.deepseek_v4",
     "DeepseekV4",
+    check_deepseek_v4,
     packs=True,
     dummies=True,
     least=least_bytes,
@@ -63,6 +66,11 @@ def family(cfg: ModelConfig) -> Family:
             f"architecture {cfg.arch!r} is not known", fix=f"known: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[cfg.arch]
+
+
+def check_tp(cfg: ModelConfig, size: int) -> None:
+    """ConfigError where the model's heads or experts cannot be dealt out to `size` ranks."""
+    family(cfg).deal(cfg, size)
 
 
 def states(cfg: ModelConfig, *, dtype: str, kv: str = "auto", draft: bool = False) -> list[StateSpec]:

@@ -9,9 +9,6 @@ import pytest
 
 from splitserve import cli
 from splitserve.errors import ConfigError
-from splitserve.launch.doctor import _kernels
-from splitserve.launch.nvml import Gpu
-from splitserve.launch.topology import Topology
 from splitserve.ops.bench.words import from_words
 from splitserve.ops.kernels import archs
 from splitserve.ops.kernels.archs import kernel_path
@@ -83,15 +80,6 @@ def test_the_path_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not known" in kernel_path([("GPU", 0)])
     monkeypatch.setattr(archs, "triton_version", lambda: "")
     assert kernel_path([("NVIDIA H200", 90)]) == "plain torch on NVIDIA H200: Triton is not installed"
-
-
-def test_doctor_minds_a_fallback_that_need_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(0, "NVIDIA H200", "u", 1, 1, "bus", 0, 90)
-    machine = Topology((), (), (gpu,), 0.0, 1, 1, 1)
-    assert _kernels(machine).ok
-    monkeypatch.setattr("splitserve.launch.doctor.triton_version", lambda: "")
-    assert not _kernels(machine).ok
-    assert _kernels(Topology((), (), (), 0.0, 1, 1, 1)).ok
 
 
 def test_up_says_it_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
