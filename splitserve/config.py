@@ -118,6 +118,11 @@ class TransferConfig:
     hold_lease_s: float = _f(30.0, "how long prefill holds computed state for an offer", low=0.01)
     deadline_s: float = _f(60.0, "most time from a request's arrival to its admission at decode", low=0.01)
     silence_s: float = _f(5.0, "a peer silent this long with our rows at stake is fenced", low=0.01)
+    probed: tuple[str, ...] = _f(
+        (),
+        "what `doctor --fabric` measured, as RANK-PEER/BYTES=GB_PER_S/...: prefill warns of writes that take four times as"
+        " long",
+    )
     digest_rate: float = _f(0.05, "share of handoffs whose digests are compared in service", low=0, high=1)
     digest_warmup: int = _f(8, "first handoffs of each peer that are always compared", low=0)
 

@@ -118,6 +118,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     total_pages: int
     quarantined_pages: int
     counters: dict[str, float]
+    slow_writes: dict[str, int] = {}  # by pair of ranks: writes far slower than the fabric doctor's
 
 
 ToServer = Hello | Loading | Outputs | Failed | Reply | Load

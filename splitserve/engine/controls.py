@@ -75,6 +75,7 @@ class Controls:
             total_pages=cache.num_pages,
             quarantined_pages=cache.num_quarantined,
             counters=counters,
+            slow_writes=self._transfers.slow_writes() if self._transfers else {},
         )
 
     def _flush(self, _: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,10 @@ class Transfers:
         """Peers on GPUs of this host whose memory is not written directly, and what was warned of."""
         return self._ports.port.slow_lanes()
 
+    def slow_writes(self) -> dict[str, int]:
+        """By pair of ranks, writes that took far longer than the fabric doctor's, of all ranks here."""
+        return dict(self._ports.slow.counts)
+
     # ------------------------------------------------------------------ waiting
 
     def patience(self, now: float, poll_s: float) -> float:

@@ -20,9 +20,10 @@ import msgspec
 from splitserve.config import TransferConfig
 from splitserve.errors import ConfigError
 from splitserve.launch.deployment import Deployment
-from splitserve.launch.pairing import RankSeat
+from splitserve.launch.pairing import RankSeat, carried
 from splitserve.launch.topology import Topology
 from splitserve.plan.fabric import Fabric, Verdict
+from splitserve.transfer.probed import probed_word
 
 FORMAT = 1
 
@@ -57,9 +58,22 @@ class Measured:
         """The fastest of each pair, in GB/s."""
         return {(r.source, r.target): max(r.alone.values(), default=0.0) for r in self.rates}
 
-    def rate(self, source: str, target: str) -> Rate | None:
-        """What was measured between two seats."""
-        return next((r for r in self.rates if (r.source, r.target) == (source, target)), None)
+    def expected(self, prefill: Sequence[RankSeat], decodes: Sequence[Sequence[RankSeat]]) -> tuple[str, ...]:
+        """What a prefill engine may expect of its links, as TransferConfig.probed has it.
+
+        For each pair of rank numbers over which state goes, the slowest of all decode engines; at each size no more
+        than what the pair had while all moved. Nothing for pairs that were not measured.
+        """
+        known = {(r.source, r.target): r for r in self.rates}
+        found: dict[tuple[int, int], dict[int, float]] = {}
+        for ranks in decodes:
+            for i, j in carried(len(prefill), len(ranks)):
+                rate = known.get((prefill[i].seat, ranks[j].seat))
+                slowest = found.setdefault((i, j), {})
+                for size, alone in rate.alone.items() if rate else ():
+                    usual = min(alone, rate.together) if rate and rate.together else alone
+                    slowest[size] = min(usual, slowest.get(size, usual))
+        return tuple(probed_word(i, j, sizes) for (i, j), sizes in sorted(found.items()) if sizes)
 
 
 def path_of(deployment: Deployment) -> Path:

@@ -54,16 +54,16 @@ def seat_name(cpus: tuple[int, ...], gpu: int) -> str:
     return f"gpu {gpu}" if gpu >= 0 else f"cpus {short_list(cpus)}"
 
 
+def seats_of(engine: str, cpus: tuple[int, ...], gpus: tuple[int, ...], tp: int) -> list[RankSeat]:
+    """The ranks of one engine, which share out its cpus and GPUs in their order."""
+    return [RankSeat(engine, r, share_of(cpus, r, tp), gpus[r] if gpus else -1) for r in range(tp)]
+
+
 def rank_seats(specs: Sequence[ProcSpec]) -> tuple[tuple[RankSeat, ...], tuple[RankSeat, ...]]:
     """All prefill ranks and all decode ranks of a placed deployment. ConfigError where it has no pair."""
     found = []
     for role in (Role.PREFILL, Role.DECODE):
-        ranks = [
-            RankSeat(s.name, r, share_of(s.cpus, r, s.tp), s.gpus[r] if s.gpus else -1)
-            for s in specs
-            if s.role == role
-            for r in range(s.tp)
-        ]
+        ranks = [seat for s in specs if s.role == role for seat in seats_of(s.name, s.cpus, s.gpus, s.tp)]
         if not ranks:
             raise ConfigError(f"the deployment has no [{role}]: no state crosses in it", field=str(role))
         found.append(tuple(ranks))
@@ -86,7 +86,7 @@ def order_seats(
     topology: Topology,
     rates: Rates,
 ) -> tuple[tuple[int, ...], str]:
-    """For one decode engine: the seat of each rank, as indices of `seats`, and why; unchanged where nothing is won.
+    """For one decode engine: the seat of each rank, as indices of `seats`, and what is won; unchanged for nothing.
 
     `sources` are the ranks of each prefill engine that may send to it. The slowest link that carries state is as
     good as it can be; measured rates count only where every pair of these was measured.
@@ -117,11 +117,11 @@ def order_seats(
     if order == same or sorted(table[r, s] for r, s in enumerate(order)) == sorted(table[r, r] for r in same):
         return same, ""
     if measured:
-        return order, (
-            f"ranks sit so that their slowest measured link has {slowest[order]:.2f} GB/s; "
-            f"in order it would have {slowest[same]:.2f}"
+        return (
+            order,
+            f"slowest measured link {slowest[order]:.2f} GB/s, in order of number {slowest[same]:.2f}",
         )
-    return order, "ranks sit so that each is as near as can be to the prefill rank whose state it gets"
+    return order, "each as near as can be to the prefill rank whose state it gets"
 
 
 def _nearness(topology: Topology, one: RankSeat, other: RankSeat) -> float:

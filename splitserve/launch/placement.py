@@ -21,9 +21,11 @@ from splitserve.launch import engines as engines_of
 from splitserve.launch.commands import port_mark, to_flags, url
 from splitserve.launch.deployment import Deployment, Group
 from splitserve.launch.engines.seat import Seat
+from splitserve.launch.measured import Measured
 from splitserve.launch.nvml import Gpu
+from splitserve.launch.pairing import RankSeat, order_seats, seats_of
 from splitserve.launch.topology import Core, Topology
-from splitserve.numa import expected_policy, share_of
+from splitserve.numa import expected_policy
 from splitserve.types import Role
 
 _ROUTER = "router"
@@ -77,10 +79,12 @@ class _Engine:
     why: tuple[str, ...] = ()
 
 
-def place(topology: Topology, deployment: Deployment) -> list[ProcSpec]:
+def place(topology: Topology, deployment: Deployment, links: Measured | None = None) -> list[ProcSpec]:
     """Processes in starting order: engines, then the router. Deterministic; reads nothing but its arguments.
 
-    No cpu computes for two engines while there are as many cores as ranks; with fewer they share, and `why` says so.
+    `links` is what the fabric doctor measured here: it decides which seat each decode rank takes (pairing.py), and
+    prefill engines are told what to expect of their links. No cpu computes for two engines while there are as many
+    cores as ranks; with fewer they share, and `why` says so.
     Raises ConfigError for cpus outside the cpuset and for more GPU ranks than GPUs.
     """
     engines = _engines(deployment)
@@ -88,22 +92,17 @@ def place(topology: Topology, deployment: Deployment) -> list[ProcSpec]:
     engines = _give_gpus(engines, topology)
     engines = _give_named_cpus(engines, topology)
     engines = _give_cores(engines, topology)
+    engines = _give_seats(engines, topology, links)
     computing = {cpu for e in engines for cpu in e.cpus}
     spare = tuple(cpu for cpu in topology.cpus if cpu not in computing)
     front = spare or topology.cpus
-    specs = [_engine_spec(e, deployment, front, topology) for e in engines]
+    decodes = _ranks(engines, Role.DECODE)
+    specs = []
+    for e in engines:
+        probed = links.expected(seats_of(e.name, e.cpus, e.gpus, e.config.tp), decodes) if links else ()
+        told = replace(deployment.transfer, probed=probed) if e.role is Role.PREFILL else deployment.transfer
+        specs.append(_engine_spec(e, replace(deployment, transfer=told), front, topology))
     return [*specs, _router_spec(engines, deployment, front, own=bool(spare))]
-
-
-def rank_cpus(specs: Sequence[ProcSpec]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(cpus of each prefill rank, of each decode rank) of the first engine of each role. ConfigError without a pair."""
-    found = []
-    for role in (Role.PREFILL, Role.DECODE):
-        spec = next((s for s in specs if s.role == role), None)
-        if spec is None:
-            raise ConfigError(f"the deployment has no [{role}]: no state crosses in it", field=str(role))
-        found.append(tuple(share_of(spec.cpus, r, spec.tp) for r in range(spec.tp)))
-    return found[0], found[1]
 
 
 def explain(specs: Sequence[ProcSpec]) -> list[str]:
@@ -135,14 +134,15 @@ def _check_nodes(engines: list[_Engine], topology: Topology) -> None:
 
 def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
     """`tp` GPUs to each CUDA engine, in bus order, so that neighbours on a switch stay together."""
-    wanted = sum(e.config.tp for e in engines if e.config.device == "cuda")
+    _check_shared(engines)
+    named = {index for e in engines for index in e.config.gpus}
+    wanted = len(named) + sum(e.config.tp for e in engines if e.config.device == "cuda" and not e.config.gpus)
     if wanted > len(topology.gpus):
         raise ConfigError(
             f"{wanted} GPU ranks but {len(topology.gpus)} GPUs here{_why_none(topology)}",
             field="device",
             fix='lower tp or replicas, or set device = "cpu"; GPU counts need nvidia-ml-py (pip install nvidia-ml-py)',
         )
-    named = {index for e in engines for index in e.config.gpus}
     free = sorted((g for g in topology.gpus if g.index not in named), key=lambda g: (g.node, g.bus))
     placed = []
     for e in engines:
@@ -153,6 +153,20 @@ def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
             e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: {why}"))  # noqa: PLW2901
         placed.append(e)
     return placed
+
+
+def _check_shared(engines: list[_Engine]) -> None:
+    """A GPU that is named more than once is shared on purpose, and then each must say how much of it is its own."""
+    names = [(index, e) for e in engines if e.config.device == "cuda" for index in e.config.gpus]
+    for index, e in names:
+        others = [other.name for i, other in names if i == index]
+        if len(others) > 1 and not (e.config.memory_mb or e.config.num_pages):
+            raise ConfigError(
+                f"{e.name}: gpu {index} is named {len(others)} times ({','.join(sorted(set(others)))}),"
+                " and what each rank may have of it is not said",
+                field="memory_mb",
+                fix="set memory_mb for engines that share a GPU, or name other gpus",
+            )
 
 
 def _why_none(topology: Topology) -> str:
@@ -231,6 +245,32 @@ def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
         why = f"cpus {_list(cpus)}: {share}, shared with no other engine"
         placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
     return placed
+
+
+def _give_seats(engines: list[_Engine], topology: Topology, links: Measured | None) -> list[_Engine]:
+    """Order the seats of each decode engine by its links from prefill; seats that a person named stay in that order."""
+    sources = _ranks(engines, Role.PREFILL)
+    placed = []
+    for e in engines:
+        tp = e.config.tp
+        if e.role is Role.DECODE and 1 < tp <= len(e.cpus) and len(e.cpus) % tp == 0:
+            seats = seats_of(e.name, e.cpus, e.gpus, tp)
+            order, gain = order_seats(sources, seats, topology, links.best if links else {})
+            named = e.config.gpus or e.config.cpus
+            names = ", ".join(seats[at].seat for at in order)
+            if gain and named:
+                e = replace(e, why=(*e.why, f"seats in the order named; with {names} instead: {gain}"))  # noqa: PLW2901
+            elif gain:
+                cpus = tuple(cpu for at in order for cpu in seats[at].cpus)
+                gpus = tuple(e.gpus[at] for at in order) if e.gpus else ()
+                e = replace(e, cpus=cpus, gpus=gpus, why=(*e.why, f"ranks on {names}: {gain}"))  # noqa: PLW2901
+        placed.append(e)
+    return placed
+
+
+def _ranks(engines: list[_Engine], role: Role) -> list[list[RankSeat]]:
+    """The ranks of each engine of a role."""
+    return [seats_of(e.name, e.cpus, e.gpus, e.config.tp) for e in engines if e.role is role]
 
 
 def _cores_of(engine: _Engine, free: list[Core], each: int, topology: Topology) -> list[Core]:

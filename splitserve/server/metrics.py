@@ -105,6 +105,14 @@ class _EngineFigures:
         yield GaugeMetricFamily(
             "splitserve_engine_queued_tokens", "Prompt tokens not computed yet", value=load.queued_tokens
         )
+        slow = CounterMetricFamily(
+            "splitserve_handoff_slow_writes",
+            "Writes of state that took four times as long as the fabric doctor's, by pair of ranks",
+            labels=["pair"],
+        )
+        for pair, count in load.slow_writes.items():
+            slow.add_metric([pair], count)
+        yield slow
         for name, value in load.counters.items():
             yield CounterMetricFamily(
                 f"splitserve_engine_{name}", f"Engine counter {name} since start", value=value

@@ -132,7 +132,16 @@ class PortFault(msgspec.Struct, frozen=True, tag=True):
     engine: str = ""
 
 
-PortEvent = WriteDone | NoteIn | Compared | Settled | PortFault
+class SlowWrite(msgspec.Struct, frozen=True, tag=True):
+    """A write took far longer than the fabric doctor's. Agent names; GB/s: `rate` at most, where `usual` was had."""
+
+    source: str
+    peer: str
+    rate: float
+    usual: float
+
+
+PortEvent = WriteDone | NoteIn | Compared | Settled | PortFault | SlowWrite
 
 # ------------------------------------------------------------------ what the engine loop is told
 

@@ -39,6 +39,7 @@ from splitserve.transfer.events import (
     PortFault,
     Settle,
     Settled,
+    SlowWrite,
     TakeOrder,
     WriteDone,
     WriteOrder,
@@ -48,7 +49,8 @@ from splitserve.transfer.lanes import on_one_host, slow_lane
 from splitserve.transfer.layout import Link
 from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import host_id, start_ticks
-from splitserve.transfer.transport import Broken, Lost, Noted, Transport, Written
+from splitserve.transfer.probed import SlowPairs
+from splitserve.transfer.transport import Broken, Lost, Noted, Slow, Transport, Written
 from splitserve.wire import Card, Note
 
 _log = log.get(__name__)
@@ -195,6 +197,8 @@ class Port:
                     self._noted(sender, raw)
                 case Lost(peer=peer, error=error):
                     self._lost(peer, error)
+                case Slow(peer=peer, rate=rate, usual=usual):
+                    self._events.append(SlowWrite(self.card.agent_name, peer, rate, usual))
         for engine in [e for e, cards in self._settling.items() if all(map(self._transport.settled, cards))]:
             del self._settling[engine]
             self._events.append(Settled(self.rank, engine))
@@ -405,6 +409,7 @@ class PortGroup:
         self._sent: list[WriteDone | PortFault] = []
         self._arrived: list[NoteIn | Compared | Settled] = []
         self.num_garbage = 0  # notes that were none
+        self.slow = SlowPairs()
 
     def post(self, order: Order) -> None:
         """To every rank."""
@@ -418,6 +423,9 @@ class PortGroup:
             match event:
                 case PortFault(kind="note"):
                     self.num_garbage += 1
+                case SlowWrite():
+                    if warning := self.slow.add(event):
+                        _log.warning("%s", warning)
                 case WriteDone() | PortFault():
                     self._sent.append(event)
                 case NoteIn() | Compared() | Settled():

@@ -61,7 +61,15 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-TransportEvent = Written | Broken | Noted | Lost
+class Slow(msgspec.Struct, frozen=True, tag=True):
+    """A write to `peer` that has ended took far longer than the fabric doctor's. GB/s: `rate` at most, not `usual`."""
+
+    peer: str
+    rate: float
+    usual: float
+
+
+TransportEvent = Written | Broken | Noted | Lost | Slow
 
 
 class Transport(Protocol):

@@ -184,7 +184,7 @@ def test_real_links_between_processes(
 def test_a_transport_that_does_not_start_is_an_error_and_no_hang() -> None:
     with pytest.raises(ConfigError, match="rank 0"):
         measuring.measure(
-            TransferConfig(transport="nixl", backend="NOSUCH"),
+            TransferConfig(transport="nosuch"),
             sources=[RankSeat("prefill-0", 0, ())],
             targets=[RankSeat("decode-0", 0, ())],
             say=lambda _: None,

@@ -115,6 +115,19 @@ def test_gpus_go_round_once_and_a_missing_one_is_said():
         place(machine(gpus=3), d)
 
 
+def test_a_gpu_that_is_named_twice_is_shared_and_each_says_what_it_may_have():
+    wish = {"device": "cuda", "tp": 2, "gpus": [1, 1], "memory_mb": 100}
+    specs = place(machine(cores=8, gpus=2), deployment(prefill=wish, decode=wish))
+    for spec in specs[:2]:
+        assert spec.gpus == (1, 1)
+        assert spec.env["CUDA_VISIBLE_DEVICES"] == "1"
+        words = list(spec.argv)
+        assert words[words.index("--gpus") + 1] == "0,0"
+    with pytest.raises(ConfigError, match=r"gpu 1 is named 4 times \(decode-0,prefill-0\)") as e:
+        place(machine(gpus=2), deployment(prefill={**wish, "memory_mb": 0}, decode=wish))
+    assert e.value.field == "memory_mb"
+
+
 def test_gpus_that_nvml_does_not_tell_of_are_missed_with_its_reason():
     told = "nvidia-ml-py is not installed"
     for wish in ({"device": "cuda"}, {"device": "cuda", "gpus": [0]}):
