@@ -22,7 +22,7 @@ from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
 from splitserve.launch.identity import Identity
 from splitserve.launch.placement import ProcSpec
-from splitserve.launch.ports import Claims
+from splitserve.launch.ports import Claims, check_address
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Outcome, Supervisor
 from splitserve.ops.kernels.archs import kernel_path
@@ -54,6 +54,7 @@ def up(args: argparse.Namespace) -> int:
     run_dir.acquire()
     code = 1
     try:
+        check_address(deployment.transfer.bootstrap_host, field="bootstrap_host")
         with Claims() as claims:
             ports = claims.claim_all(specs)
             if args.detached:  # all that a person can get wrong has been said by now

@@ -69,7 +69,14 @@ class Claims:
         self.close()
 
 
-def _claim(host: str, port: int) -> tuple[socket.socket, socket.socket] | None:
+def check_address(host: str, *, field: str) -> None:
+    """PortTaken where `host` is no address of this host, so that nobody can listen there."""
+    kept = _claim(host, 0, field=field)
+    for each in kept or ():
+        each.close()
+
+
+def _claim(host: str, port: int, *, field: str = "host") -> tuple[socket.socket, socket.socket] | None:
     """(claim, hold) for one port, or None where somebody has it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -85,7 +92,9 @@ def _claim(host: str, port: int) -> tuple[socket.socket, socket.socket] | None:
         hold.close()
         if e.errno in _BAD_ADDRESS:
             raise PortTaken(
-                f"cannot bind to {host!r}: {e.strerror}", field="host", fix="use an address of this host"
+                f"cannot bind to {host!r}: {e.strerror}",
+                field=field,
+                fix=f"{field}: use an address of this host",
             ) from e
         return None
     return claim, hold

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +53,42 @@ def test_deployments_started_at_once_never_share_a_port():
     for claims, _ in taken:
         claims.close()
     assert len(set(ports)) == threads * each
+
+
+LAUNCHERS = """
+import json, multiprocessing, sys
+from splitserve.launch import topology
+from splitserve.launch.deployment import load
+from splitserve.launch.placement import place
+from splitserve.launch.ports import Claims
+
+def launch(begin, line):
+    with Claims() as claims:
+        specs = place(topology.read(nvml=False), load(sys.argv[1], overrides=["router.port=0", "decode.replicas=3"]))
+        begin.wait()
+        line.send(list(claims.claim_all(specs).values()))
+        line.recv()  # holds them until the last has its own
+
+context = multiprocessing.get_context("fork")
+begin = context.Barrier(20)
+lines = []
+for _ in range(20):
+    ours, theirs = context.Pipe()
+    context.Process(target=launch, args=(begin, theirs), daemon=True).start()
+    lines.append(ours)
+print(json.dumps([line.recv() for line in lines]))
+for line in lines:
+    line.send(None)
+"""
+
+
+def test_twenty_launchers_at_once_on_one_host_never_collide():
+    """Processes, each with every port of a pair of 1 + 3 engines; forked from one that has imported all they need."""
+    file = str(Path(__file__).parents[2] / "deploy" / "demo.toml")
+    words = [sys.executable, "-c", LAUNCHERS, file]
+    taken = json.loads(subprocess.run(words, capture_output=True, check=True, text=True, timeout=60).stdout)
+    assert len(taken) == 20
+    assert len({port for ports in taken for port in ports}) == sum(map(len, taken)) >= 20 * 6
 
 
 def test_of_many_who_wish_one_port_exactly_one_gets_it():
