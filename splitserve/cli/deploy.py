@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from splitserve.cli import PROGRAM, complain, report
 from splitserve.cli.precheck import check_engines, check_models
 from splitserve.errors import ConfigError, PeerLost, RequestError
-from splitserve.launch import control, fits, placement, probe, topology
+from splitserve.launch import control, fits, measured, placement, probe, topology
 from splitserve.launch import logs as log_files
 from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
@@ -42,14 +42,16 @@ def up(args: argparse.Namespace) -> int:
     if ours:
         for warning in dict.fromkeys(check_engines(deployment)):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    specs = placement.place(machine, deployment)
+    links, note = measured.fresh(deployment, machine)
+    specs = placement.place(machine, deployment, links)
     fits.check_quota(machine, deployment)
     fits.check_memory(machine, specs, needed)
     if args.detach:
         return _detach(args, deployment)
     path = _kernel_path(machine, specs)
+    notes = {"kernels": path, **({"fabric": note} if note else {})}
     if args.dry_run:
-        return _dry_run(args, deployment, specs, path)
+        return _dry_run(args, deployment, specs, notes)
     run_dir = RunDir(deployment.name)
     run_dir.acquire()
     code = 1
@@ -59,7 +61,7 @@ def up(args: argparse.Namespace) -> int:
             ports = claims.claim_all(specs)
             if args.detached:  # all that a person can get wrong has been said by now
                 _write_errors_to(run_dir.log("supervisor"))
-            outcome = _supervise(args, deployment, specs, run_dir, ports, path=path)
+            outcome = _supervise(args, deployment, specs, run_dir, ports, notes=notes)
         code = outcome.code
     finally:
         run_dir.release(keep_logs=code in (1, 2))
@@ -153,10 +155,11 @@ def _supervise(
     run_dir: RunDir,
     ports: dict[str, int],
     *,
-    path: str,
+    notes: dict[str, str],
 ) -> Outcome:
     shown = report.choose(as_json=args.json)
-    shown({"event": "kernels", "name": "kernels", "text": path})
+    for name, text in notes.items():
+        shown({"event": "note", "name": name, "text": text})
 
     def tell(event: dict[str, Any]) -> None:
         shown(event)
@@ -219,14 +222,16 @@ def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
     return code or 1  # it has told why on stderr, which was ours until then
 
 
-def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec], path: str) -> int:
+def _dry_run(
+    args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec], notes: dict[str, str]
+) -> int:
     from splitserve.config import explain
 
     lines = [
         "settings that are not defaults:",
         *(f"  {line}" for line in explain(list(deployment.settings), only_set=True)),
     ]
-    lines += ["", f"kernels: {path}"]
+    lines += ["", *(f"{name}: {text}" for name, text in notes.items())]
     lines += ["", "placement:", *(f"  {line}" for line in placement.explain(specs)), "", "commands:"]
     shown = {f"{s.name}.{w.key}": w.port for s in specs for w in s.ports if w.port}
     for spec in specs:
@@ -234,7 +239,7 @@ def _dry_run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcS
         env = "".join(f"{name}={shlex.quote(fill_word(value, marks))} " for name, value in spec.env.items())
         lines.append(f"  {env}splitserve {shlex.join(fill(spec.argv, marks))}")
     lines.append("  (port 0 stands for one that is free when it starts)")
-    body = {"name": deployment.name, "kernels": path, "processes": [s.to_dict() for s in specs]}
+    body = {"name": deployment.name, **notes, "processes": [s.to_dict() for s in specs]}
     _print(args, body, lines)
     return 0
 

@@ -102,8 +102,8 @@ def describe(event: Event) -> str:
     match event["event"]:
         case "loading":
             return f"{name}: {text}"
-        case "kernels":
-            return f"kernels: {text}"
+        case "note":
+            return f"{name}: {text}"
         case "ready":
             return f"{name}: ready{f' at {text}' if text else ''}"
         case "up":

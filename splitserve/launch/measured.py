@@ -76,12 +76,12 @@ class Measured:
         return tuple(probed_word(i, j, sizes) for (i, j), sizes in sorted(found.items()) if sizes)
 
 
-def path_of(deployment: Deployment) -> Path:
-    """Where the rates of a deployment file are kept for this user."""
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+def path_of(deployment: Deployment, base: Path | None = None) -> Path:
+    """Where the rates of a deployment file are kept for this user; `base` stands in for $XDG_STATE_HOME."""
+    base = base or Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     full = os.path.abspath(deployment.path)
     mark = hashlib.blake2b(full.encode(), digest_size=4).hexdigest()
-    return Path(base) / "splitserve" / "fabric" / f"{Path(full).stem}-{mark}.json"
+    return base / "splitserve" / "fabric" / f"{Path(full).stem}-{mark}.json"
 
 
 def of(
@@ -135,6 +135,15 @@ def find(deployment: Deployment) -> Measured | None:
     except (OSError, msgspec.DecodeError):
         return None
     return found if found.format == FORMAT else None
+
+
+def fresh(deployment: Deployment, topology: Topology) -> tuple[Measured | None, str]:
+    """What was measured for this deployment on these devices, and a line about it: why it is not used, too."""
+    found = find(deployment) if deployment.split else None
+    if found is None:
+        return None, ""
+    changed = stale(found, topology, deployment.transfer)
+    return (None if changed else found), note(found, changed, deployment)
 
 
 def stale(found: Measured, topology: Topology, transfer: TransferConfig) -> str:

@@ -15,6 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from splitserve.launch import deployment, measured, placement, topology
+from splitserve.launch.pairing import rank_seats
+from splitserve.plan.fabric import Fabric, Link, judge
+
 PROGRAM = [sys.executable, "-m", "splitserve"]
 UP_S = 120.0
 
@@ -70,7 +74,8 @@ class Deployment:
         step_tokens: int = 32,
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ss-"))
-        self.env = {**os.environ, "XDG_RUNTIME_DIR": str(self.home), "OMP_NUM_THREADS": "1"}
+        own = {"XDG_RUNTIME_DIR": str(self.home), "XDG_STATE_HOME": str(self.home / "state")}
+        self.env = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
         self.name = name
         self.file = self.home / f"{name}.toml"
         text = FILE.format(
@@ -84,6 +89,17 @@ class Deployment:
             step_tokens=step_tokens,
         )
         self.file.write_text(text)
+
+    def keep_rates(self, gb_per_s: float) -> None:
+        """As if the fabric doctor had measured the only pair; before `up`."""
+        loaded, machine = deployment.load(self.file, environ={}), topology.read()
+        seats = rank_seats(placement.place(machine, loaded))
+        rates = {1 << 16: gb_per_s, 1 << 24: gb_per_s}
+        taken = Fabric((Link(0, 0, rates, "shared memory"),), memcpy=1.0, tcp=0.1)
+        state = Path(self.env["XDG_STATE_HOME"])
+        measured.keep(
+            measured.of(loaded, machine, taken, judge(taken), seats), measured.path_of(loaded, base=state)
+        )
 
     def run(self, *words: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from splitserve.text.byte_tokenizer import SPECIALS
-from tests.proc.real import Deployment
+from tests.proc.real import Deployment, until
 from tests.tiny_chat import write_chat_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,6 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     deployment = Deployment(
         write_chat_checkpoint(tmp_path_factory.mktemp("model") / "tiny"), transport="local"
     )
+    deployment.keep_rates(0.05)  # 50 MB/s: what this link has with other work on both cores, and more
     deployment.up()
     yield deployment
     deployment.close()
@@ -213,3 +215,27 @@ def test_a_grammar_that_is_wrong_is_a_400_with_its_field(pair, at) -> None:
     assert status == 400, answer
     assert answer["error"]["param"] == "regex"
     pair.check()
+
+
+LINK = "prefill-0 rank 0 to decode-0 rank 0"
+
+
+def slow_writes(pair: Deployment) -> float:
+    with urllib.request.urlopen(pair.url("prefill-0") + "/metrics", timeout=10.0) as answer:
+        lines = answer.read().decode().splitlines()
+    name = f'splitserve_handoff_slow_writes_total{{pair="{LINK}"}}'
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_a_link_slower_than_a_quarter_of_what_the_doctor_measured_is_warned_of_by_name(
+    pair: Deployment,
+) -> None:
+    assert "direction put" in pair.run("up", str(pair.file), "--dry-run").stdout
+    fresh = [random.Random(n).sample(range(6, 262), 64) for n in range(2)]
+    pair.generate(fresh[0], 2)
+    before = slow_writes(pair)
+    pair.call("prefill-0", "/debug/plant", {"fault": "slow_link", "ms": 300})
+    pair.generate(fresh[1], 2)
+    pair.call("prefill-0", "/debug/plant", {"fault": "slow_link", "ms": 0})
+    until("the metric counts it", lambda: slow_writes(pair) > before, within_s=5.0)
+    assert f"{LINK} crossed at" in pair.run("logs", pair.name, "prefill-0").stdout
