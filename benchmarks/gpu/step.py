@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from splitserve.models.deepseek_v4_config import CSA, HCA, from_json
 from splitserve.models.deepseek_v4_kernels import kernels_for
 from splitserve.models.make_checkpoint import T1, flash, write_checkpoint
 from splitserve.models.read import read_config
+from splitserve.ops.kernels.launch import on_compile
 from splitserve.spec import Kind, lay_out
 from splitserve.types import SamplingParams
 from splitserve.weights.locate import Source, locate
@@ -134,11 +135,20 @@ class Bench:
 
     def unseen(self, count: int) -> dict[str, Any]:
         """After a start's warm-up: passes of random shapes, milliseconds of each at its first and at its second use."""
-        steps = plans(page_tokens=PAGE, num_pages=self.num_pages, has_slots=True, step_tokens=2048)
+        steps = plans(
+            page_tokens=PAGE,
+            num_pages=self.num_pages,
+            max_len=self.args.max_len,
+            has_slots=True,
+            step_tokens=2048,
+        )
         seconds = warm_up(
             self.model.forward, self.pool, list(steps), tp=self.tp, device=self.device, page_tokens=PAGE
         )
-        found = []
+        found: list[float] = []
+        compiled: list[str] = []
+        seen: list[str] = []
+        on_compile(compiled.append)
         for _ in range(count):
             chunks = []
             for i in range(self.draw.randint(1, min(4, self.most))):
@@ -153,6 +163,9 @@ class Bench:
                 torch.cuda.synchronize()
                 times.append((time.monotonic() - begun) * 1e3)
             found.append(times[0] / min(times[1:]))
+            seen += compiled
+            compiled.clear()
+        on_compile(None)
         found.sort()
         beyond = sum(r > 1.2 for r in found)
         return {
@@ -160,6 +173,7 @@ class Bench:
             "first_over_second": spread(found),
             "p99": found[int(0.99 * count)],
             "beyond_1.2": beyond,
+            "compiled": dict(Counter(seen)),
         }
 
     def fill(self) -> None:

@@ -34,7 +34,7 @@ from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.throttle import Launches, Throttled
 from splitserve.engine.transfers import Transfers
-from splitserve.engine.warm import plans, warm_up
+from splitserve.engine.warm import plans, warm_up, warn_of_compiling
 from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
@@ -292,6 +292,7 @@ class Builder:
         steps = plans(
             page_tokens=self.config.page_tokens,
             num_pages=sized.num_pages,
+            max_len=sized.max_len,
             has_slots=sized.num_slots > 0,
             step_tokens=self.config.step_tokens,
         )
@@ -305,8 +306,12 @@ class Builder:
             progress=lambda done: self.say("kernels", done),
         )
         _log.info("kernels of prompts are ready, in %.1f s", seconds)
-        if self.config.role == "prefill" or self.drafts:
-            return
+        if self.config.role != "prefill" and not self.drafts:
+            self._record(runner, model, pool, group, sized)
+        warn_of_compiling()
+
+    def _record(self, runner: Runner, model: Model, pool: Pool, group: TpGroup, sized: Sized) -> None:
+        """Decoding of every batch size as graphs."""
         replay = Replay(
             model,
             pool,
@@ -376,6 +381,8 @@ class Builder:
             "kv_dtype": self.config.kv_dtype,
             "device": self.config.device,
             "device_name": device.name_of(self.device),
+            "gpus": list(self.config.gpus),  # among those that it may see
+            "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "sums": self._sums,
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),

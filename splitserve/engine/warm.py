@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from splitserve import log
 from splitserve.engine import batch
 from splitserve.engine.step import Chunk, Step
 from splitserve.layers.forward import Forward, Group, States
+
+_log = log.get(__name__)
 
 LENGTHS = (
     2,
@@ -44,6 +47,7 @@ LENGTHS = (
 )
 SEVERAL = ((2, 100), (3, 33), (4, 256), (7, 129), (8, 64))  # prompts in one pass
 LATE = 4096  # a context in which sparse attention has to choose
+DEEP = (1, 33)  # tokens of the chunks that begin in contexts of one, two, four ... pages
 
 
 def warm_up(
@@ -77,9 +81,11 @@ def warm_up(
     return time.monotonic() - begun
 
 
-def plans(*, page_tokens: int, num_pages: int, has_slots: bool, step_tokens: int) -> Iterator[list[Chunk]]:
+def plans(
+    *, page_tokens: int, num_pages: int, max_len: int, has_slots: bool, step_tokens: int
+) -> Iterator[list[Chunk]]:
     """Whole prompts of each length, chunks that go on late in a long one, and one beside a single token."""
-    room = (num_pages - 1) * page_tokens
+    room = min(num_pages - 1, max_len // page_tokens) * page_tokens
     pages = tuple(range(num_pages))
 
     def chunk(start: int, length: int, place: int) -> Chunk:
@@ -96,8 +102,24 @@ def plans(*, page_tokens: int, num_pages: int, has_slots: bool, step_tokens: int
     for count, length in SEVERAL:
         if count * length <= step_tokens and length <= room:
             yield [chunk(0, length, 0)] * count
+    for pages_before in doublings(room // page_tokens - 1):
+        for length in DEEP:
+            yield [chunk(pages_before * page_tokens - length // 2, length, 0)]
+        yield [chunk(pages_before * page_tokens, length, 0) for length in reversed(DEEP)]
     if late > 0 and lengths:
         short = [n for n in lengths if n <= 512]
         for length in short[:: max(1, len(short) // 4)]:
             yield [chunk(0, length, 0), chunk(late, 1, 0)]
             yield [chunk(late, length, 0), chunk(late, 1, 0)]
+
+
+def warn_of_compiling() -> None:
+    """From now on whatever a step has to wait for is told: a form of a kernel that no pass here has met."""
+    from splitserve.ops.kernels.launch import on_compile  # Triton is imported where it is used
+
+    on_compile(lambda name: _log.warning("a step waited for kernel %s: no pass at the start needed it", name))
+
+
+def doublings(most: int) -> list[int]:
+    """1, 2, 4 ... and `most` itself."""
+    return sorted({min(1 << k, most) for k in range(max(0, most).bit_length() + 1)} if most > 0 else set())

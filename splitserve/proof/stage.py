@@ -54,8 +54,9 @@ async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitS
         argv += [f"--{field.replace('_', '-')}", str(facts[field])]
     argv += ["--num-pages", str(facts["num_pages"]), "--threads", str(facts["threads"])]
     argv += ["--cpus", ",".join(str(c) for c in facts["cpus"])]
+    gpus, env = _gpus(facts, tp)
     process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *argv, *gpus, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     closing.push_async_callback(_stop, process)
     assert process.stdout is not None
@@ -72,6 +73,15 @@ async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitS
         raise ConfigError(f"the unified engine was not ready within {UP_S:g} s") from None
     words = " | ".join((await tail)[-3:])
     raise ConfigError(f"the unified engine ended before it was ready: {words}")
+
+
+def _gpus(facts: Mapping[str, Any], tp: int) -> tuple[list[str], dict[str, str]]:
+    """(flags, environment) that put `tp` ranks where those of `facts` are, if there are as many of them."""
+    visible, gpus = str(facts.get("visible_gpus", "")), list(facts.get("gpus", ()))
+    env = dict(os.environ)
+    if visible and tp <= max(len(gpus), len(visible.split(","))):
+        env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
+    return (["--gpus", ",".join(map(str, gpus[:tp]))] if tp <= len(gpus) else []), env
 
 
 def _urls(found: Mapping[str, Any]) -> Urls:

@@ -15,6 +15,7 @@ moment and taken back. UCX's log goes to a memory file without a name, where `la
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -368,6 +369,7 @@ def _log_file() -> Iterator[None]:
 
 def _read_log() -> str:
     """What UCX has logged in this process, "" where it was loaded by somebody else."""
+    ctypes.CDLL(None).fflush(None)  # UCX writes by C's own buffers: the last table may still lie in one
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         with contextlib.suppress(OSError):  # closed meanwhile

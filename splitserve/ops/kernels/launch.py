@@ -9,7 +9,7 @@ Launchers in ops/triton are the same code in all three cases, so that what is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -123,6 +123,19 @@ def listing() -> Iterator[list[str]]:
         yield names
     finally:
         _STARTED.reset(token)
+
+
+def on_compile(tell: Callable[[str], None] | None) -> None:
+    """Call `tell` with the name of every kernel form that this process gets ready from now on; None: no more.
+
+    A form that lies in Triton's cache on disk counts too: it is read and loaded while a step waits for it.
+    """
+
+    def hook(*, fn: Any, **_: Any) -> None:
+        if tell is not None:
+            tell(str(fn.name).rsplit(".", 1)[-1])
+
+    triton.knobs.runtime.jit_post_compile_hook = hook if tell else None
 
 
 def launch(

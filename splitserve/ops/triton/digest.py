@@ -35,7 +35,18 @@ def _mixed(x):
     return x ^ _down(x, 31)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first",
+        "num_rows",
+        "rows_per_unit",
+        "unit_bytes",
+        "offset",
+        "row_stride",
+        "row_bytes",
+        "key",
+    ]
+)
 def digest_rows(
     slab,  # bytes
     units,  # [n] int64: unit of each run of rows_per_unit rows

@@ -23,7 +23,7 @@ from splitserve.ops.triton.overlap import follow
 HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages", "num_entries"])
 def rate_entries(
     q,  # [T, heads, D] bf16
     weights,  # [T, heads] float32
@@ -128,7 +128,7 @@ def _ranks(x):
     return bits ^ ((bits >> 31) | -2147483648)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages", "num_entries", "count"])
 def select_best(
     scores,  # [T, num_entries] float32
     chosen,  # [T, count] int64

@@ -23,7 +23,7 @@ from .rows import store_codes, store_key
 BS = 16  # tokens of a window at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages"])
 def absorb_row(
     rows, rows_stride,  # [B, row] float32, strided
     bias,  # [RATIO, row]

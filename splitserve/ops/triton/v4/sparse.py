@@ -34,7 +34,7 @@ from .latents import (
 from .sparse_few import attend_few
 
 
-@triton.jit(do_not_specialize=["tiles", "share"])
+@triton.jit(do_not_specialize=["tiles", "share", "num_near", "num_far"])
 def attend_rate(
     q,  # [T, heads, NOPE + ROPE]
     near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
@@ -135,7 +135,7 @@ def _mix_tiles(
     return mixed, total
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "num_near", "num_far"])
 def attend_mix(
     weights,  # [T, heads, tiles * BK] bf16
     tops, totals,  # [T, tiles, heads] float32

@@ -31,7 +31,7 @@ from .latents import (
 )
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "num_near", "num_far"])
 def attend_split(
     q,  # [T, heads, NOPE + ROPE]
     near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
