@@ -111,6 +111,18 @@ def test_each_card_of_the_dgx_has_its_network_card_on_its_switch():
         assert pci.near(machine.devices, gpu.address, nic.address) == "switch"
 
 
+def test_a_machine_that_was_recorded_is_drawn_and_placed_on():
+    """As `splitserve topology --json` wrote it on a virtual machine with one H200, whose node is not told."""
+    machine = read("h200-x1-recorded")
+    lines = drawing.draw(machine)
+    assert any(
+        "gpu 0 NVIDIA H200, 139.8 GiB free of 140.4 GiB" in line and "32 GT/s x16" in line for line in lines
+    )
+    engine, _ = placed(machine, str(DEPLOY / "v4-flash-tp4.toml"), "unified.tp=1")
+    assert (engine.gpus, engine.cpus) == ((0,), tuple(range(15)))
+    assert choose(machine, LAPTOP.software).build == "cu130"
+
+
 @pytest.mark.parametrize(
     ("name", "complaints", "build"),
     [

@@ -131,6 +131,8 @@ def ports(facts: Facts) -> Verdict:
     taken = [p for p in facts.ports if p.trouble]
     if taken:
         return failure("; ".join(p.trouble for p in taken), taken[0].fix)
+    if not facts.ports:
+        return fine("the file names none: free ones are taken")
     low, high = facts.ephemeral
     loose = [p for p in facts.ports if low <= p.port <= high]
     text = ", ".join(f"{p.port} ({p.name})" for p in facts.ports) + " free"

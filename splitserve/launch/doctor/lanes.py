@@ -2,8 +2,9 @@
 
     target process: registers memory, polls   ◀── one put of 1 MiB ──   source process: asks for the lane
 
-Once for host memory and, with two GPUs and a torch that has CUDA, once from GPU 0 to GPU 1. How fast the lanes are is
-measured elsewhere (`doctor --fabric`); this says which they are, in a few seconds.
+Once for host memory and, where there are GPUs and a torch that has CUDA, once from GPU 0 to GPU 1 (or between two
+processes on the only one). How fast the lanes are is measured elsewhere (`doctor --fabric`); this says which they are,
+in a few seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def ask(config: TransferConfig, *, gpus: int) -> Lanes:
     """What a put takes with these settings; `gpus` is how many torch could use. Raises nothing: trouble is a fact."""
     try:
         ucx, host = _try(config, _HOST, _HOST)
-        gpu = _try(config, 0, 1)[1] if gpus > 1 else ""
+        gpu = _try(config, 0, min(1, gpus - 1))[1] if gpus else ""
     except SplitserveError as e:
         return Lanes(trouble=e.message)
     return Lanes(ucx=ucx, host=host, gpu=gpu)

@@ -114,7 +114,7 @@ def lanes(facts: Facts) -> Verdict:
     if found.trouble:
         return failure(found.trouble, f"{_SETUP}; UCX settings: unset UCX_TLS and UCX_NET_DEVICES")
     text = f"host memory over {found.host}" + (f", GPUs over {found.gpu}" if found.gpu else "")
-    if found.gpu and "cuda_ipc" not in found.gpu:
+    if found.gpu and "cuda_ipc" not in found.gpu and len(facts.topology.gpus) > 1:
         return warning(
             f"{text}: not cuda_ipc, a hundred times slower",
             "see peers, acs and cuda_ipc above; docker: --ipc=host --pid=host; then `splitserve doctor --fabric`",
