@@ -75,7 +75,7 @@ def _plan(loaded: Deployment, found: Topology) -> tuple[Plan, Ports]:
             models.append(Model(group.engine.model, e.message, e.fix or ""))
     plan = Plan(loaded.path, tuple(dict.fromkeys(models)), uses_nixl=loaded.transfer.transport == "nixl")
     try:
-        check_engines(loaded)
+        plan = replace(plan, warning="; ".join(dict.fromkeys(check_engines(loaded))))
         specs = placement.place(found, loaded)
         fits.check_quota(found, loaded)
         fits.check_memory(found, specs, needed)

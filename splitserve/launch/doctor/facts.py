@@ -99,6 +99,7 @@ class Plan:
     models: tuple[Model, ...] = ()
     uses_nixl: bool = True
     spins: bool = False
+    warning: str = ""  # of another engine's version
     trouble: str = ""
     fix: str = ""
 

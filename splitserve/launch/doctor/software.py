@@ -182,6 +182,10 @@ def plan(facts: Facts) -> Verdict:
         return fine("no file given: splitserve doctor FILE checks one")
     if facts.plan.trouble:
         return failure(facts.plan.trouble, facts.plan.fix or "see docs/deploy.md")
+    if facts.plan.warning:
+        return warning(
+            facts.plan.warning, "install a version that is known (docs/engines.md), or go on with care"
+        )
     return fine(f"{facts.plan.path} can be placed here: splitserve up {facts.plan.path} --dry-run shows how")
 
 
