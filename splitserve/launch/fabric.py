@@ -37,7 +37,7 @@ from splitserve.transfer.transport import Broken, Transport, Written
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 ROW = 64 << 10
-CELL_S = 0.12
+CELL_S = 0.1
 """Time for each size, direction and pair: enough moves for a median, so that sixteen pairs stay under a minute."""
 
 TOGETHER_S = 0.5
@@ -82,6 +82,8 @@ def measure(
             )
             for link in links
         ]
+        for end in ends:
+            end.post("stop")  # they leave at the same time
     return Fabric(
         tuple(links),
         median(copy),
@@ -99,8 +101,12 @@ def _meet(writers: list[_Remote], readers: list[_Remote]) -> None:
 
 
 def _measure_pair(i: int, j: int, writer: _Remote, reader: _Remote, copy: float) -> Link:
+    reader.call("attend", True)
     put = {size: writer.call("move", PUT, j, size, CELL_S) for size in SIZES}
+    reader.call("attend", False)
+    writer.call("attend", True)
     get = {size: reader.call("move", GET, i, size, CELL_S) for size in SIZES}
+    writer.call("attend", False)
     port = reader.call("listen")
     reader.post("drain")
     tcp = writer.call("tcp", port, SIZES[2], CELL_S)
@@ -114,6 +120,8 @@ def _together(direction: str, movers: list[_Remote], others: list[_Remote]) -> d
     own: dict[int, list[int]] = {}
     for mover, other in flows:
         own.setdefault(mover, []).append(other)
+    for other in others:
+        other.call("attend", True)
     begin = time.time() + 0.3
     for mover, peers in own.items():
         movers[mover].post("move_until", direction, peers, SIZES[2], begin, begin + TOGETHER_S)
@@ -121,6 +129,8 @@ def _together(direction: str, movers: list[_Remote], others: list[_Remote]) -> d
     for mover, peers in own.items():
         for other, rate in zip(peers, movers[mover].answer(), strict=True):
             found[mover, other] = rate
+    for other in others:
+        other.call("attend", False)
     return found
 
 
@@ -155,7 +165,9 @@ class _Remote:
 @contextmanager
 def _child(who: str, name: str, cpus: tuple[int, ...], config: TransferConfig) -> Iterator[_Remote]:
     """One measuring process, stopped at the end whatever happens. Its first answer says that it has started."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    # What takes longest to import is imported once. NIXL is not: it reads its environment as it loads.
+    context.set_forkserver_preload(["torch"])
     ours, theirs = context.Pipe()
     name = f"fabric-{name}-{os.getpid()}"
     process = context.Process(target=_main, args=(theirs, name, cpus, config), name=name, daemon=True)
@@ -185,7 +197,7 @@ def _main(line: Connection, name: str, cpus: tuple[int, ...], config: TransferCo
     line.send((True, None))
     with suppress(EOFError, OSError):
         while True:
-            while not line.poll(POLL_S if end.met else None):
+            while not line.poll(POLL_S if end.attends else None):
                 end.transport.poll()
             op, args = line.recv()
             if op == "stop":
@@ -217,11 +229,14 @@ class _End:
         )
         self._peers: list[tuple[wire.Card, str]] = []
         self._door: socket.socket | None = None
-        self.met = False
+        self.attends = False
 
     def card(self) -> bytes:
-        self.met = True  # from now on somebody may write or read here, and needs us to poll
         return wire.encode(self._card)
+
+    def attend(self, attends: bool) -> None:
+        """Whether somebody writes or reads here and may need us to poll. Who is not met lets others have the core."""
+        self.attends = attends
 
     def connect(self, cards: list[bytes]) -> None:
         for raw in cards:
