@@ -103,7 +103,7 @@ def links(facts: Facts) -> Verdict:
     if narrow:
         text = ", ".join(f"{d.kind} {d.address}: {width}" for d, width in narrow)
         return warning(text, "reseat the card or move it to a full slot; look for bifurcation in the BIOS")
-    return fine(f"{len(ends)} cards have all their lanes" if ends else "sysfs shows no card")
+    return fine(f"each card has all its lanes ({len(ends)} looked at)" if ends else "sysfs shows no card")
 
 
 def peers(facts: Facts) -> Verdict:
