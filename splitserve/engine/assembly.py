@@ -244,7 +244,8 @@ class Builder:
             weights=self._fingerprint(),
         )
         if not on_host:
-            port.digests = DeviceDigests(pool.memory)
+            digests = port.digests = DeviceDigests(pool.memory)
+            digests.warm_up(port.card.fields, self.config.page_tokens)
         return port, pool
 
     def _transport(self, engine_id: str) -> Transport:

@@ -26,6 +26,11 @@ class DeviceDigests:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._ops = _ops(device)
 
+    def warm_up(self, fields: Sequence[Field], page_tokens: int) -> None:
+        """Run over the first page and slot, so that no handoff waits for a kernel to be compiled."""
+        units = [Units(kind, (0,), 0, 0, page_tokens) for kind in self._memory]
+        self.of_fields(fields, units, start=0, stop=page_tokens, last=True)
+
     def of_fields(
         self, fields: Sequence[Field], units: Sequence[Units], *, start: int, stop: int, last: bool
     ) -> Words:

@@ -20,6 +20,7 @@ from splitserve.layers.forward import Forward, Group, States
 _log = log.get(__name__)
 
 LENGTHS = (
+    1,
     2,
     3,
     5,
@@ -97,7 +98,7 @@ def plans(
     late = min(LATE, room - max(lengths, default=0)) // page_tokens * page_tokens
     for length in sorted(set(lengths)):
         yield [chunk(0, length, 0)]
-        if late > 0:
+        if late > 0 and length > 1:
             yield [chunk(late + 1, length - 1, 0)]
     for count, length in SEVERAL:
         if count * length <= step_tokens and length <= room:

@@ -146,6 +146,7 @@ def test_the_devices_digests_are_the_hosts(start: int, stop: int, last: bool) ->
     fields = (*layout.page_fields, *layout.slot_fields)
     units = (Units(Kind.PAGE, (4, 0, 2), 0, 0, 24), Units(Kind.SLOT, (1,), 0, 0, 24))
     here, there = HostDigests(pool.slabs), DeviceDigests(pool.memory)
+    there.warm_up(fields, 8)
     span = {"start": start, "stop": stop, "last": last}
     np.testing.assert_array_equal(
         here.of_fields(fields, units, **span), there.of_fields(fields, units, **span)

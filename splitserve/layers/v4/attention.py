@@ -43,14 +43,16 @@ class Attention:
         """[T, hidden] -> [T, hidden]."""
         ops = self.ops
         table, heads, d = plan.tables[self.ratio], len(self.sink), len(self.kv_norm)
+        rows = ops.beside(len(x), lambda: self._compress(x, fwd, plan))
         q_latent, kv = ops.linear(x, self.qkv_a).split((len(self.q_norm), d), dim=-1)
         q_latent = ops.rms_norm(q_latent, self.q_norm, self.eps)
+
+        far = ops.beside(len(x), lambda: self._chosen(rows(), q_latent, table, fwd, plan))
         q = ops.linear(q_latent, self.q_b).unflatten(-1, (heads, d))
         q = ops.rms_norm_rotate(q, None, self.eps, table)
         kv = ops.rms_norm_rotate(kv[:, None], self.kv_norm, self.eps, table)[:, 0]
-        far = self._compressed(x, q_latent, table, fwd, plan)
         near = self._window(kv, fwd, plan.near)
-        out = ops.attend(q, near, far, self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
+        out = ops.attend(q, near, far(), self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
         mixed = ops.grouped_linear(out.flatten(1).unflatten(1, (self.groups, -1)), self.out_a)
         return self.tp.all_reduce(ops.linear(mixed, self.out_b))
 
@@ -67,21 +69,35 @@ class Attention:
         ops.write_rows(ring, rows[save.token], save.slot, save.row)
         return kernels.Rows(both[None], near.index)
 
-    def _compressed(
-        self, x: torch.Tensor, q_latent: torch.Tensor, table: kernels.Table, fwd: Forward, plan: StepPlan
-    ) -> kernels.Rows | None:
-        """Complete and keep this step's entries; which entries the tokens read."""
+    def _compress(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor | None:
+        """Complete and keep this step's entries. The rest of the rows is the indexer's: how much each head counts."""
         if self.compressor is None or self.rows is None:
             return None
         compression = plan.compression[self.ratio]
         rows = self.ops.linear_f32(x, self.rows)
         mine = self.compressor.width
         self.compressor(rows[:, :mine], fwd, compression)
+        if self.indexer is None:
+            return rows[:, mine:]
+        keys = self.indexer.compressor
+        keys(rows[:, mine : mine + keys.width], fwd, compression)
+        return rows[:, mine + keys.width :]
+
+    def _chosen(
+        self,
+        head_weights: torch.Tensor | None,
+        q_latent: torch.Tensor,
+        table: kernels.Table,
+        fwd: Forward,
+        plan: StepPlan,
+    ) -> kernels.Rows | None:
+        """Which entries the tokens read."""
+        if self.compressor is None or head_weights is None:
+            return None
+        compression = plan.compression[self.ratio]
         chosen = compression.visible
         if self.indexer is not None:
-            keys = self.indexer.compressor
-            keys(rows[:, mine : mine + keys.width], fwd, compression)
-            chosen = self.indexer(rows[:, mine + keys.width :], q_latent, table, fwd, compression)
+            chosen = self.indexer(head_weights, q_latent, table, fwd, compression)
         if chosen is None or not chosen.shape[1]:
             return None
         return kernels.Rows(fwd.states.view(self.compressor.state, self.layer)[:, 0], chosen)

@@ -32,16 +32,16 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[T, hidden] and the tokens' ids [T] -> [T, hidden]."""
+        ops = self.ops
+
+        def shared() -> torch.Tensor:
+            y: torch.Tensor = ops.expert_ffn(x, self.shared_gate_up, self.shared_down, self.limit)
+            return y
+
+        own = ops.beside(len(x), shared)
         weights, experts = self._route(x, tokens)
-        y = self.ops.mix_with_shared(
-            x,
-            (self.gate_up, self.down),
-            (self.shared_gate_up, self.shared_down),
-            weights,
-            experts,
-            local=self.local,
-            limit=self.limit,
-        )
+        routed = self.gate_up, self.down
+        y = ops.mix_onto(x, routed, weights, experts, own, local=self.local, limit=self.limit)
         return self.tp.all_reduce(y)
 
     def _route(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,19 @@ recipe does. On an H200 that takes a layer of a decode step from 0.22 to 0.19 ms
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from splitserve.ops.triton import v4
 from splitserve.ops.triton.multiply import Matrix
+
+T = TypeVar("T")
+
+FEW = 32
+"""Tokens of a step that is served faster by two streams: on an H200 7 % at one, 2-3 % at 8 and 16, a loss at 64."""
 
 
 class GpuKernels:
@@ -20,8 +27,30 @@ class GpuKernels:
     def __init__(self, *, exact: bool = False) -> None:
         """`exact`: rows are taken as they are."""
         self._exact = exact
+        self.expert_ffn = partial(v4.expert_ffn, exact=exact)
         self.grouped_linear = partial(v4.grouped_linear, exact=exact)
-        self.mix_with_shared = partial(v4.mix_with_shared, exact=exact)
+        self.mix_onto = partial(v4.mix_onto, exact=exact)
+        self._side: torch.cuda.Stream | None = None
+
+    def beside(self, tokens: int, work: Callable[[], T]) -> Callable[[], T]:
+        """Start `work` next to what follows; the function that comes back waits for it and gives its result.
+
+        Only while decoding of few tokens is recorded: then most of the device is idle, and each kernel waits for the
+        one before it. Whatever `work` reads must stay alive until then.
+        """
+        if tokens > FEW or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return _done(work())
+        main = torch.cuda.current_stream()
+        side = self._side = self._side or torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            value = work()
+
+        def join() -> T:
+            torch.cuda.current_stream().wait_stream(side)
+            return value
+
+        return join
 
     def linear(self, x: torch.Tensor, weight: Matrix) -> torch.Tensor:
         if self._exact or isinstance(weight, torch.Tensor):
@@ -47,3 +76,7 @@ class GpuKernels:
     write_keys = staticmethod(v4.write_keys)
     write_latents = staticmethod(v4.write_latents)
     write_rows = staticmethod(v4.write_rows)
+
+
+def _done(value: T) -> Callable[[], T]:
+    return lambda: value

@@ -6,8 +6,9 @@ more kernels in a row; gpu.py has the same names for bf16 on a GPU, where each o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,8 @@ from splitserve.ops.ref.v4 import (
     write_rows,
 )
 
+T = TypeVar("T")
+
 __all__ = [
     "CSA",
     "Gate",
@@ -55,6 +58,7 @@ __all__ = [
     "Windows",
     "absorb",
     "attend",
+    "beside",
     "choose_entries",
     "choose_located",
     "dequantise",
@@ -71,7 +75,7 @@ __all__ = [
     "linear_f32",
     "locate_entries",
     "mix_experts",
-    "mix_with_shared",
+    "mix_onto",
     "plan_saves",
     "plan_windows",
     "pool_windows",
@@ -183,19 +187,25 @@ def choose_located(scores: torch.Tensor, count: int, places: Places) -> torch.Te
     return locate_entries(choose_entries(scores, count), places)
 
 
-def mix_with_shared(
+def beside(tokens: int, work: Callable[[], T]) -> Callable[[], T]:  # noqa: ARG001 - gpu.py asks for it
+    """Work that need not come before what follows; here nothing runs beside anything."""
+    value = work()
+    return lambda: value
+
+
+def mix_onto(
     x: torch.Tensor,
     routed: tuple[Weight, Weight],
-    shared: tuple[Weight, Weight],
     weights: torch.Tensor,
     experts: torch.Tensor,
+    onto: Callable[[], torch.Tensor],
     *,
     local: range,
     limit: float,
 ) -> torch.Tensor:
-    """mix_experts, and the expert that all share: [T, hidden] in x's type. Pairs are gate-up and down."""
+    """mix_experts, added to what `onto` gives in the end: [T, hidden] in x's type. The pair is gate-up and down."""
     y = mix_experts(x, *routed, weights, experts, local=local, limit=limit)
-    y += expert_ffn(x, *shared, limit)
+    y += onto()
     return y.to(x.dtype)
 
 

@@ -79,7 +79,7 @@ def _softmax_step(logits, visible, top, total):
     return weights, shrink, best, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["spans", "max_pages"])
+@triton.jit(do_not_specialize=["spans", "max_pages"], do_not_specialize_on_alignment=["pages", "lens"])
 def decode_span(
     q,  # [num_seqs, kv_heads * group, D]
     view, view_page, view_head, view_row,  # strides in steps of 8 elements
@@ -194,7 +194,7 @@ def _prefill_tiles(
     return top, total, mixed
 
 
-@triton.jit(do_not_specialize=["num_tokens", "kv_len"])
+@triton.jit(do_not_specialize=["num_tokens", "kv_len"], do_not_specialize_on_alignment=["pages"])
 def prefill(
     q,  # [num_tokens, heads, D]
     view, view_page, view_head, view_row,  # strides in steps of 8 elements

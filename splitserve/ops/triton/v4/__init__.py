@@ -5,7 +5,7 @@ Weights in codes are taken as `prepare` leaves them. Decoding rows is part of th
 
 from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
 from .dense import Table, grouped_linear, linear_f32, rms_norm, rms_norm_rotate, rope_table, rotate_tail
-from .experts import clamped_swiglu, expert_ffn, mix_experts, mix_with_shared, route, route_by_token
+from .experts import clamped_swiglu, expert_ffn, mix_experts, mix_onto, route, route_by_token
 from .hyper import hc_head, hc_post, hc_pre
 from .indexer import choose_entries, choose_located, index_scores
 from .quant import linear, linear_rounded, prepare
@@ -35,7 +35,7 @@ __all__ = [
     "linear_f32",
     "linear_rounded",
     "mix_experts",
-    "mix_with_shared",
+    "mix_onto",
     "plan_saves",
     "plan_windows",
     "pool_windows",

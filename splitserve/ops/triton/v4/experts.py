@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -122,18 +124,17 @@ def _parts(
     return multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
 
 
-def mix_with_shared(
+def mix_onto(
     x: torch.Tensor,  # [T, hidden] bf16
     routed: tuple[Codes | Words, Codes | Words],  # gate-up and down of the routed experts
-    shared: tuple[Codes | Words, Codes | Words],  # and of the one that all tokens share
     weights: torch.Tensor,  # [T, count] float32
     experts: torch.Tensor,  # [T, count] int64, global numbers
+    onto: Callable[[], torch.Tensor],  # [T, hidden] bf16: asked for when all else is under way
     *,
     local: range,
     limit: float,
     exact: bool = True,
 ) -> torch.Tensor:  # [T, hidden] bf16
-    """mix_experts and expert_ffn, added in float32 and rounded once."""
-    own = expert_ffn(x, *shared, limit, exact=exact)
+    """mix_experts, added to something else in float32 and rounded once."""
     parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=exact)
-    return add_up(parts, experts.contiguous(), local=local, dtype=own.dtype, plus=own)
+    return add_up(parts, experts.contiguous(), local=local, dtype=x.dtype, plus=onto())

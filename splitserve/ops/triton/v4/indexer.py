@@ -23,7 +23,10 @@ from splitserve.ops.triton.overlap import follow
 HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
 
 
-@triton.jit(do_not_specialize=["max_pages", "num_entries"])
+@triton.jit(
+    do_not_specialize=["max_pages", "num_entries"],
+    do_not_specialize_on_alignment=["pages", "seq_of", "num_visible"],
+)
 def rate_entries(
     q,  # [T, heads, D] bf16
     weights,  # [T, heads] float32
@@ -128,7 +131,10 @@ def _ranks(x):
     return bits ^ ((bits >> 31) | -2147483648)
 
 
-@triton.jit(do_not_specialize=["max_pages", "num_entries", "count"])
+@triton.jit(
+    do_not_specialize=["max_pages", "num_entries", "count"],
+    do_not_specialize_on_alignment=["pages", "seq_of"],
+)
 def select_best(
     scores,  # [T, num_entries] float32
     chosen,  # [T, count] int64
