@@ -120,8 +120,8 @@ class TransferConfig:
     silence_s: float = _f(5.0, "a peer silent this long with our rows at stake is fenced", low=0.01)
     probed: tuple[str, ...] = _f(
         (),
-        "what `doctor --fabric` measured, as RANK-PEER/BYTES=GB_PER_S/...: prefill warns of writes that take four times as"
-        " long",
+        "what `doctor --fabric` measured, as RANK-PEER/BYTES=GB_PER_S/...: prefill warns of writes that take four times"
+        " as long",
     )
     digest_rate: float = _f(0.05, "share of handoffs whose digests are compared in service", low=0, high=1)
     digest_warmup: int = _f(8, "first handoffs of each peer that are always compared", low=0)
@@ -203,6 +203,15 @@ class GroupConfig(ProgramConfig):
     def settings(self) -> EngineConfig:
         """The settings of one of these engines, whatever program serves it."""
         return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """[hosts]: where the engines of one deployment file may run."""
+
+    backend: str = _f("local", "local: this host; ray: the hosts of a Ray cluster", one_of=("local", "ray"))
+    address: str = _f("auto", "of the Ray cluster, HOST:PORT; auto: the one that this host belongs to")
+    wait_s: float = _f(60.0, "most time for the cluster to have room for the engines", low=0.1)
 
 
 @dataclass(frozen=True)

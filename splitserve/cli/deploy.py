@@ -21,8 +21,8 @@ from splitserve.launch import logs as log_files
 from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
 from splitserve.launch.identity import Identity
-from splitserve.launch.placement import ProcSpec
 from splitserve.launch.ports import Claims, check_address
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Outcome, Supervisor
 from splitserve.ops.kernels.archs import kernel_path
@@ -35,7 +35,15 @@ def up(args: argparse.Namespace) -> int:
     deployment = load(args.file, overrides=args.set)
     if args.topology and not args.dry_run:
         raise ConfigError("--topology plans for another machine", field="topology", fix="add --dry-run")
-    machine = topology.load(args.topology) if args.topology else topology.read()
+    if deployment.hosts.backend != "local":
+        from splitserve.cli import hosts
+
+        return hosts.up(args, deployment)
+    if len(args.topology) > 1:
+        raise ConfigError(
+            f"{len(args.topology)} topologies for one host", field="topology", fix='[hosts] backend = "ray"'
+        )
+    machine = topology.load(args.topology[0]) if args.topology else topology.read()
     # Another machine has other files; tests start other programs, which know other models.
     ours = args.program == PROGRAM and not args.topology
     needed = check_models(deployment, free=machine.memory_free) if ours else {}
@@ -47,11 +55,11 @@ def up(args: argparse.Namespace) -> int:
     fits.check_quota(machine, deployment)
     fits.check_memory(machine, specs, needed)
     if args.detach:
-        return _detach(args, deployment)
+        return detach(args, deployment)
     path = _kernel_path(machine, specs)
     notes = {"kernels": path, **({"fabric": note} if note else {})}
     if args.dry_run:
-        return _dry_run(args, deployment, specs, notes)
+        return dry_run(args, deployment, specs, notes)
     run_dir = RunDir(deployment.name)
     run_dir.acquire()
     code = 1
@@ -60,12 +68,12 @@ def up(args: argparse.Namespace) -> int:
         with Claims() as claims:
             ports = claims.claim_all(specs)
             if args.detached:  # all that a person can get wrong has been said by now
-                _write_errors_to(run_dir.log("supervisor"))
-            outcome = _supervise(args, deployment, specs, run_dir, ports, notes=notes)
+                write_errors_to(run_dir.log("supervisor"))
+            outcome = supervise(args, deployment, specs, run_dir, ports, notes=notes)
         code = outcome.code
     finally:
         run_dir.release(keep_logs=code in (1, 2))
-    return _say_outcome(args, outcome)
+    return say_outcome(args, outcome)
 
 
 def down(args: argparse.Namespace) -> int:
@@ -148,7 +156,7 @@ def restart(args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------ up
 
 
-def _supervise(
+def supervise(
     args: argparse.Namespace,
     deployment: Deployment,
     specs: list[ProcSpec],
@@ -181,7 +189,7 @@ def _kernel_path(machine: topology.Topology, specs: list[ProcSpec]) -> str:
     return kernel_path([(g.name, g.arch) for g in machine.gpus if g.index in used])
 
 
-def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
+def detach(args: argparse.Namespace, deployment: Deployment) -> int:
     """Start `up` again in a session of its own and show what it reports until it is up or has failed."""
     words = [*args.program, "up", args.file, "--json", "--detached"]
     words += [word for text in args.set for word in ("--set", text)]
@@ -218,11 +226,11 @@ def _detach(args: argparse.Namespace, deployment: Deployment) -> int:
             "the supervisor ended without a word", f"see {RunDir(deployment.name).log('supervisor')}", code=1
         )
     if ended:
-        return _say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
+        return say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
     return code or 1  # it has told why on stderr, which was ours until then
 
 
-def _dry_run(
+def dry_run(
     args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec], notes: dict[str, str]
 ) -> int:
     from splitserve.config import explain
@@ -254,7 +262,7 @@ def _welcome(state: dict[str, Any]) -> list[str]:
     ]
 
 
-def _say_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
+def say_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
     if args.json:
         report.JsonReport()({"event": "outcome", "name": "", "text": outcome.why, **outcome.to_dict()})
     if outcome.code not in (1, 2):
@@ -265,7 +273,7 @@ def _say_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
     return complain(outcome.why, fix, code=outcome.code)
 
 
-def _write_errors_to(path: Any) -> None:
+def write_errors_to(path: Any) -> None:
     """From here on nobody watches stderr."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 2)

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.set_defaults(run=_later(module, name))
         if name in (chosen, ""):
             describe(own)
-    if chosen == "attend" and "--" in argv:
+    if chosen in ("attend", "on-host") and "--" in argv:
         end = list(argv).index("--")
         args = parser.parse_args(argv[:end])
         args.rest = tuple(argv[end + 1 :])
@@ -117,9 +117,11 @@ def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and why")
     parser.add_argument(
         "--topology",
-        default="",
+        action="append",
+        default=[],
         metavar="FILE",
-        help="with --dry-run: plan for the machine in FILE (of `splitserve topology --json`), not for this one",
+        help="with --dry-run: plan for the machine in FILE (of `splitserve topology --json`), not for this one;"
+        " once for each of several hosts",
     )
     _set(parser)
     parser.add_argument(
@@ -194,6 +196,23 @@ def _attend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-bind", default="none", choices=POLICIES, help="memory policy for --nodes")
     parser.add_argument("--nodes", default="", metavar="LIST", help="memory nodes")
     for flag in ("--run-dir", "--control"):  # every engine is given them; others' have no use for them
+        parser.add_argument(flag, default="", help=argparse.SUPPRESS)
+    _child(parser)
+
+
+def _on_host(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "splitserve on-host --cluster ADDRESS --crew NAME --process NAME [options] -- WORDS..."
+    parser.set_defaults(rest=())
+    parser.add_argument("--cluster", required=True, metavar="ADDRESS", help="of the Ray cluster")
+    parser.add_argument("--crew", required=True, metavar="NAME", help="the actor on that host")
+    parser.add_argument("--process", required=True, metavar="NAME", help="for example decode-0")
+    parser.add_argument("--cpus", default="", metavar="LIST", help="where the process itself may run, there")
+    for flag, text in (
+        ("--env", "NAME=VALUE for it"),
+        ("--hold", "a port of its, as PROCESS.KEY=ADDRESS=PORT"),
+    ):
+        parser.add_argument(flag, action="append", default=[], help=text)
+    for flag in ("--run-dir", "--control"):  # every engine is given them; those there have others
         parser.add_argument(flag, default="", help=argparse.SUPPRESS)
     _child(parser)
 
@@ -328,6 +347,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]]
     "serve": ("one engine behind HTTP", _SERVE, _serve),
     "router": ("one address in front of engines", _SERVE, _router),
     "attend": ("another engine's server (SGLang, vLLM), for a supervisor", _SERVE, _attend),
+    "on-host": ("a process on another host (Ray), for a supervisor", _SERVE, _on_host),
     "verify": ("prove that split and unified answer alike", _SERVE, _words),
     "bench": ("measure a server; `bench ops`: the kernels on this GPU", _SERVE, _words),
     "compare": ("does the split pay on these devices?", _SERVE, _words),

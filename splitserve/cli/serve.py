@@ -1,4 +1,4 @@
-"""`serve`, `router`, `attend`, `verify`, `bench` and `compare`: flags to configs, then the part itself."""
+"""`serve`, `router`, `attend`, `on-host`, `verify`, `bench` and `compare`: flags to configs, then the part itself."""
 
 from __future__ import annotations
 
@@ -58,6 +58,22 @@ def attend(args: argparse.Namespace) -> int:
         alive_fd=args.alive_fd,
     )
     return run(words)
+
+
+def on_host(args: argparse.Namespace) -> int:
+    """A process on another host of the cluster, as a child of the supervisor here."""
+    from splitserve.launch.hosts import relay
+
+    remote = relay.Remote(
+        args.cluster,
+        args.crew,
+        args.process,
+        tuple(args.rest),
+        dict(text.split("=", 1) for text in args.env),
+        tuple(parse_list(args.cpus)),
+        relay.parse_holds(args.hold),
+    )
+    return relay.run(remote, alive_fd=args.alive_fd)
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@
     [prefill]     replicas and what differs        GroupConfig    \\ a pair, x of these
     [decode]                                       GroupConfig    / and y of those (xPyD)
     [unified]     instead of a pair                GroupConfig
-    [transfer] [server] [router]
+    [transfer] [server] [router] [hosts]
 
 An engine's settings come from, weakest first: defaults, [deployment] model and engine, [engine], its role's section,
 SPLITSERVE_ENGINE_*, SPLITSERVE_<ROLE>_*, --set engine.*, --set <role>.*. Thus an environment variable beats the
@@ -27,6 +27,7 @@ from splitserve.config import (
     DeploymentConfig,
     EngineConfig,
     GroupConfig,
+    HostsConfig,
     ProgramConfig,
     RouterConfig,
     ServerConfig,
@@ -41,7 +42,7 @@ from splitserve.launch.engines.seat import Program
 from splitserve.types import Role
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.IGNORECASE)
-_SECTIONS = ("deployment", "engine", "prefill", "decode", "unified", "transfer", "server", "router")
+_SECTIONS = ("deployment", "engine", "prefill", "decode", "unified", "transfer", "server", "router", "hosts")
 
 Layer = tuple[str, dict[str, Any]]
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Deployment:
     transfer: TransferConfig
     server: ServerConfig
     router: RouterConfig
+    hosts: HostsConfig
     settings: tuple[Setting, ...]
 
     @property
@@ -116,7 +118,8 @@ def parse(
     transfer, of_transfer = given.section(TransferConfig, "transfer")
     server, of_server = given.section(ServerConfig, "server")
     router, of_router = given.section(RouterConfig, "router")
-    settings += [*of_transfer, *of_server, *of_router]
+    hosts, of_hosts = given.section(HostsConfig, "hosts")
+    settings += [*of_transfer, *of_server, *of_router, *of_hosts]
     _check_cpus(groups, source)
     engines.check_pair({g.role: g.program for g in groups}, source)
     program = groups[0].program
@@ -124,9 +127,8 @@ def parse(
     engines.check_sections(program, transfer, server, named, source)
     router = _asks(router, program, "engine" in _given_names(of_router), source)
     _check_alike(groups, source)
-    return Deployment(
-        source.removeprefix("file "), config, tuple(groups), transfer, server, router, tuple(settings)
-    )
+    path = source.removeprefix("file ")
+    return Deployment(path, config, tuple(groups), transfer, server, router, hosts, tuple(settings))
 
 
 @dataclass(frozen=True)

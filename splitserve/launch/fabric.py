@@ -120,8 +120,8 @@ def _together(direction: str, movers: list[_Remote], others: list[_Remote]) -> d
     own: dict[int, list[int]] = {}
     for mover, other in flows:
         own.setdefault(mover, []).append(other)
-    for other in others:
-        other.call("attend", True)
+    for met in others:
+        met.call("attend", True)
     begin = time.time() + 0.3
     for mover, peers in own.items():
         movers[mover].post("move_until", direction, peers, SIZES[2], begin, begin + TOGETHER_S)
@@ -129,8 +129,8 @@ def _together(direction: str, movers: list[_Remote], others: list[_Remote]) -> d
     for mover, peers in own.items():
         for other, rate in zip(peers, movers[mover].answer(), strict=True):
             found[mover, other] = rate
-    for other in others:
-        other.call("attend", False)
+    for met in others:
+        met.call("attend", False)
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from splitserve.errors import CapacityError, ConfigError
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.drawing import gib
-from splitserve.launch.placement import ProcSpec
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.topology import Topology
 
 

@@ -22,7 +22,7 @@ from splitserve.plan.fabric import best_order
 from splitserve.types import Role
 
 if TYPE_CHECKING:
-    from splitserve.launch.placement import ProcSpec
+    from splitserve.launch.procs import ProcSpec
 
 Rates = Mapping[tuple[str, str], float]
 """GB/s by (name of a prefill rank's seat, of a decode rank's)."""

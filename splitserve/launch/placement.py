@@ -11,83 +11,51 @@ move. It opens no file and no socket; the ports it wants are marks that ports.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
-from splitserve.launch import engines as engines_of
-from splitserve.launch.commands import port_mark, to_flags, url
-from splitserve.launch.deployment import Deployment, Group
-from splitserve.launch.engines.seat import Seat
+from splitserve.launch.deployment import Deployment
 from splitserve.launch.measured import Measured
 from splitserve.launch.nvml import Gpu
 from splitserve.launch.pairing import RankSeat, order_seats, seats_of
+from splitserve.launch.procs import Placed, ProcSpec, commas, engine_spec, router_spec
 from splitserve.launch.topology import Core, Topology
-from splitserve.numa import expected_policy
 from splitserve.types import Role
 
-_ROUTER = "router"
 _SPARE_FROM = 6
 """From this many cores on, one is set aside for the router and the fronts; below, it would cost too much compute."""
 
 
 @dataclass(frozen=True)
-class PortWish:
-    """A port that a process will listen on; 0 asks for any free one."""
+class Share:
+    """The part of a deployment that one of several hosts gets: engines by name, and perhaps the router.
 
-    key: str
-    host: str
-    port: int
+    `addresses` are of all engines: where the router and peers reach each.
+    """
 
-
-@dataclass(frozen=True)
-class ProcSpec:
-    """One process to start. `cpus` compute (its ranks'); `front_cpus` are where the process itself may run."""
-
-    name: str
-    role: str
-    stage: int  # 0 starts first; the next stage when all of it is ready
-    argv: tuple[str, ...]  # after `python -m splitserve`
-    env: dict[str, str]
-    cpus: tuple[int, ...]
-    front_cpus: tuple[int, ...]
-    memory_node: int | None
-    memory: str  # the policy that its ranks should show (numa.read_binding)
-    gpus: tuple[int, ...]
-    tp: int  # ranks; 0: none
-    ports: tuple[PortWish, ...]
-    why: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    engines: frozenset[str]
+    addresses: Mapping[str, str]
+    router: bool
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """One engine before and while it is placed."""
-
-    name: str
-    role: Role
-    config: EngineConfig
-    index: int  # among all engines, in starting order
-    group: Group
-    cores: tuple[Core, ...] = ()
-    cpus: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
-    why: tuple[str, ...] = ()
-
-
-def place(topology: Topology, deployment: Deployment, links: Measured | None = None) -> list[ProcSpec]:
+def place(
+    topology: Topology,
+    deployment: Deployment,
+    links: Measured | None = None,
+    *,
+    share: Share | None = None,
+) -> list[ProcSpec]:
     """Processes in starting order: engines, then the router. Deterministic; reads nothing but its arguments.
 
     `links` is what the fabric doctor measured here: it decides which seat each decode rank takes (pairing.py), and
     prefill engines are told what to expect of their links. No cpu computes for two engines while there are as many
-    cores as ranks; with fewer they share, and `why` says so.
+    cores as ranks; with fewer they share, and `why` says so. `share`: only that part (hosts/spread.py has the rest).
     Raises ConfigError for cpus outside the cpuset and for more GPU ranks than GPUs.
     """
-    engines = _engines(deployment)
+    everybody = _engines(deployment)
+    engines = [e for e in everybody if share is None or e.name in share.engines]
     _check_nodes(engines, topology)
     engines = _give_gpus(engines, topology)
     engines = _give_named_cpus(engines, topology)
@@ -101,8 +69,17 @@ def place(topology: Topology, deployment: Deployment, links: Measured | None = N
     for e in engines:
         probed = links.expected(seats_of(e.name, e.cpus, e.gpus, e.config.tp), decodes) if links else ()
         told = replace(deployment.transfer, probed=probed) if e.role is Role.PREFILL else deployment.transfer
-        specs.append(_engine_spec(e, replace(deployment, transfer=told), front, topology))
-    return [*specs, _router_spec(engines, deployment, front, own=bool(spare))]
+        specs.append(engine_spec(e, replace(deployment, transfer=told), front, topology))
+    if share is None:
+        return [*specs, router_spec(everybody, deployment, front, own=bool(spare), addresses={})]
+    if share.router:
+        specs.append(router_spec(everybody, deployment, front, own=bool(spare), addresses=share.addresses))
+    return specs
+
+
+def engine_names(deployment: Deployment) -> list[tuple[str, Role, EngineConfig]]:
+    """All engines of a deployment in starting order."""
+    return [(e.name, e.role, e.config) for e in _engines(deployment)]
 
 
 def explain(specs: Sequence[ProcSpec]) -> list[str]:
@@ -110,29 +87,29 @@ def explain(specs: Sequence[ProcSpec]) -> list[str]:
     return [f"{spec.name}: {why}" for spec in specs for why in spec.why]
 
 
-def _engines(deployment: Deployment) -> list[_Engine]:
-    found: list[_Engine] = []
+def _engines(deployment: Deployment) -> list[Placed]:
+    found: list[Placed] = []
     for group in deployment.groups:
         for i in range(group.replicas):
             cpus = group.engine.cpus
             share = len(cpus) // group.replicas
             own = replace(group.engine, cpus=cpus[i * share : (i + 1) * share])
-            found.append(_Engine(f"{group.role}-{i}", group.role, own, len(found), group))
+            found.append(Placed(f"{group.role}-{i}", group.role, own, len(found), group))
     return found
 
 
-def _check_nodes(engines: list[_Engine], topology: Topology) -> None:
+def _check_nodes(engines: list[Placed], topology: Topology) -> None:
     have = [n.node for n in topology.nodes]
     for e in engines:
         if e.config.node >= 0 and e.config.node not in have:
             raise ConfigError(
-                f"{e.name}: there is no memory node {e.config.node} (nodes here: {_list(have)})",
+                f"{e.name}: there is no memory node {e.config.node} (nodes here: {commas(have)})",
                 field="node",
                 fix="see `splitserve topology`, or leave node out",
             )
 
 
-def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+def _give_gpus(engines: list[Placed], topology: Topology) -> list[Placed]:
     """`tp` GPUs to each CUDA engine, in bus order, so that neighbours on a switch stay together."""
     _check_shared(engines)
     named = {index for e in engines for index in e.config.gpus}
@@ -150,12 +127,12 @@ def _give_gpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
             own, why = _named_gpus(e, topology) if e.config.gpus else _next_gpus(e, free)
             free = [g for g in free if g not in own]
             ids = tuple(g.index for g in own)
-            e = replace(e, gpus=ids, why=(*e.why, f"gpus {_list(ids)}: {why}"))  # noqa: PLW2901
+            e = replace(e, gpus=ids, why=(*e.why, f"gpus {commas(ids)}: {why}"))  # noqa: PLW2901
         placed.append(e)
     return placed
 
 
-def _check_shared(engines: list[_Engine]) -> None:
+def _check_shared(engines: list[Placed]) -> None:
     """A GPU that is named more than once is shared on purpose, and then each must say how much of it is its own."""
     names = [(index, e) for e in engines if e.config.device == "cuda" for index in e.config.gpus]
     for index, e in names:
@@ -174,20 +151,20 @@ def _why_none(topology: Topology) -> str:
     return f": {topology.no_gpus}" if topology.no_gpus and not topology.gpus else ""
 
 
-def _named_gpus(engine: _Engine, topology: Topology) -> tuple[list[Gpu], str]:
+def _named_gpus(engine: Placed, topology: Topology) -> tuple[list[Gpu], str]:
     there = {g.index: g for g in topology.gpus}
     missing = sorted(set(engine.config.gpus) - set(there))
     if missing or len(engine.config.gpus) != engine.config.tp:
-        what = f"gpus {_list(missing)} are not here" if missing else f"{len(engine.config.gpus)} gpus for tp"
+        what = f"gpus {commas(missing)} are not here" if missing else f"{len(engine.config.gpus)} gpus for tp"
         raise ConfigError(
-            f"{engine.name}: {what} ({engine.config.tp} ranks; GPUs {_list(sorted(there)) or 'none'})",
+            f"{engine.name}: {what} ({engine.config.tp} ranks; GPUs {commas(sorted(there)) or 'none'})",
             field="gpus",
             fix="name one GPU of `splitserve topology` for each rank, or leave gpus out",
         )
     return [there[i] for i in engine.config.gpus], "named in the deployment"
 
 
-def _next_gpus(engine: _Engine, free: list[Gpu]) -> tuple[list[Gpu], str]:
+def _next_gpus(engine: Placed, free: list[Gpu]) -> tuple[list[Gpu], str]:
     """All on one node if one has enough free: the wished one, else the first; neighbours on a bus stay together."""
     count = engine.config.tp
     nodes = sorted({g.node for g in free}, key=lambda n: (n != engine.config.node, n))
@@ -198,23 +175,23 @@ def _next_gpus(engine: _Engine, free: list[Gpu]) -> tuple[list[Gpu], str]:
     return free[:count], "the next free, in bus order: no node has enough for all ranks"
 
 
-def _give_named_cpus(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+def _give_named_cpus(engines: list[Placed], topology: Topology) -> list[Placed]:
     placed = []
     for e in engines:
         missing = sorted(set(e.config.cpus) - set(topology.cpus))
         if missing:
             raise ConfigError(
-                f"{e.name}: cpus {_list(missing)} are not among those this process may use ({_list(topology.cpus)})",
+                f"{e.name}: cpus {commas(missing)} are not among those this process may use ({commas(topology.cpus)})",
                 field="cpus",
                 fix="name cpus of `splitserve topology`, or leave cpus out",
             )
-        why = (*e.why, f"cpus {_list(e.config.cpus)}: named in the deployment") if e.config.cpus else e.why
+        why = (*e.why, f"cpus {commas(e.config.cpus)}: named in the deployment") if e.config.cpus else e.why
         cores = tuple(c for c in topology.cores if set(c.cpus) & set(e.config.cpus))
         placed.append(replace(e, cpus=e.config.cpus, cores=cores, why=why))
     return placed
 
 
-def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
+def _give_cores(engines: list[Placed], topology: Topology) -> list[Placed]:
     """Cores to every engine that names no cpus: equal shares for all ranks, whole engines on one node if they fit."""
     named = {cpu for e in engines for cpu in e.cpus}
     free = [c for c in topology.cores if not named & set(c.cpus)]
@@ -242,12 +219,12 @@ def _give_cores(engines: list[_Engine], topology: Topology) -> list[_Engine]:
         share = f"{each} of {len(topology.cores)} cores{quota} for each of {ranks} ranks"
         if e.gpus and len({c.node for c in own} | _gpu_nodes(e, topology)) == 1:
             share = f"{share}, on the node of its gpus"
-        why = f"cpus {_list(cpus)}: {share}, shared with no other engine"
+        why = f"cpus {commas(cpus)}: {share}, shared with no other engine"
         placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
     return placed
 
 
-def _give_seats(engines: list[_Engine], topology: Topology, links: Measured | None) -> list[_Engine]:
+def _give_seats(engines: list[Placed], topology: Topology, links: Measured | None) -> list[Placed]:
     """Order the seats of each decode engine by its links from prefill; seats that a person named stay in that order."""
     sources = _ranks(engines, Role.PREFILL)
     placed = []
@@ -268,12 +245,12 @@ def _give_seats(engines: list[_Engine], topology: Topology, links: Measured | No
     return placed
 
 
-def _ranks(engines: list[_Engine], role: Role) -> list[list[RankSeat]]:
+def _ranks(engines: list[Placed], role: Role) -> list[list[RankSeat]]:
     """The ranks of each engine of a role."""
     return [seats_of(e.name, e.cpus, e.gpus, e.config.tp) for e in engines if e.role is role]
 
 
-def _cores_of(engine: _Engine, free: list[Core], each: int, topology: Topology) -> list[Core]:
+def _cores_of(engine: Placed, free: list[Core], each: int, topology: Topology) -> list[Core]:
     """`each` cores for every rank, in the order of ranks; beside its own GPU where these lie on several nodes."""
     if engine.config.node >= 0 or len(_gpu_nodes(engine, topology)) < 2:
         return _pick(free, each * engine.config.tp, _wished_node(engine, topology))
@@ -284,11 +261,11 @@ def _cores_of(engine: _Engine, free: list[Core], each: int, topology: Topology) 
     return own
 
 
-def _gpu_nodes(engine: _Engine, topology: Topology) -> set[int]:
+def _gpu_nodes(engine: Placed, topology: Topology) -> set[int]:
     return {g.node for g in topology.gpus if g.index in engine.gpus}
 
 
-def _wished_node(engine: _Engine, topology: Topology) -> int:
+def _wished_node(engine: Placed, topology: Topology) -> int:
     """The node named in the deployment, else that of all its GPUs, else -1."""
     nodes = _gpu_nodes(engine, topology)
     near = nodes.pop() if len(nodes) == 1 else -1
@@ -306,7 +283,7 @@ def _pick(free: list[Core], count: int, wished: int) -> list[Core]:
     return best[:count] if len(best) >= count else [*(best if nodes[0] == wished else []), *others][:count]
 
 
-def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[_Engine]:
+def _share_cores(engines: list[Placed], cores: list[Core], ranks: int) -> list[Placed]:
     placed, turn = [], 0
     for e in engines:
         if e.cpus:
@@ -316,123 +293,6 @@ def _share_cores(engines: list[_Engine], cores: list[Core], ranks: int) -> list[
         turn += e.config.tp
         own = list(dict.fromkeys(own))
         cpus = tuple(c.cpus[0] for c in own)
-        why = f"cpus {_list(cpus)}: {len(cores)} cores for {ranks} ranks, so engines share and slow each other down"
+        why = f"cpus {commas(cpus)}: {len(cores)} cores for {ranks} ranks, so engines share and slow each other down"
         placed.append(replace(e, cores=tuple(own), cpus=cpus, why=(*e.why, why)))
     return placed
-
-
-def _bind_memory(engine: _Engine, topology: Topology) -> tuple[int | None, str, str]:
-    """(node, policy of numa.py, why) of an engine that has its cores."""
-    nodes = {c.node for c in engine.cores}
-    node = engine.config.node if engine.config.node >= 0 else nodes.pop() if len(nodes) == 1 else None
-    policy = engine.config.memory_bind
-    if policy == "auto":
-        policy = "bind" if node is not None and len(topology.nodes) > 1 else "none"
-    if node is None:
-        return (
-            None,
-            policy if policy == "interleave" else "none",
-            "cores on several memory nodes: memory is not bound",
-        )
-    if policy in ("auto", "none"):
-        return node, "none", f"memory of node {node}: first touched there"
-    return node, policy, f"memory of node {node}: {policy}, set before anything is allocated"
-
-
-def _bound_nodes(policy: str, node: int | None, topology: Topology) -> tuple[int, ...]:
-    if policy == "interleave":
-        return tuple(n.node for n in topology.nodes)
-    return () if node is None else (node,)
-
-
-def _engine_spec(
-    engine: _Engine, deployment: Deployment, front: tuple[int, ...], topology: Topology
-) -> ProcSpec:
-    node, policy, memory = _bind_memory(engine, topology)
-    nodes = _bound_nodes(policy, node, topology)
-    seat = Seat(
-        name=engine.name,
-        role=engine.role,
-        config=engine.config,
-        transfer=deployment.transfer,
-        server=deployment.server,
-        program=engine.group.program,
-        given=engine.group.given,
-        ready_timeout_s=deployment.config.ready_timeout_s,
-        num_prefills=sum(g.replicas for g in deployment.groups if g.role is Role.PREFILL),
-        cpus=engine.cpus,
-        gpus=engine.gpus,
-        node=node,
-        memory=policy,
-        nodes=nodes,
-    )
-    words, env = engines_of.command(seat)
-    return ProcSpec(
-        name=engine.name,
-        role=str(engine.role),
-        stage=0,
-        argv=words,
-        env=env,
-        cpus=engine.cpus,
-        front_cpus=front,
-        memory_node=node,
-        memory=expected_policy(policy, nodes),
-        gpus=engine.gpus,
-        tp=engine.config.tp,
-        ports=_ports(engine, deployment),
-        why=(*engine.why, memory),
-    )
-
-
-def _ports(engine: _Engine, deployment: Deployment) -> tuple[PortWish, ...]:
-    """What it listens on; numbers named in the deployment count up from engine to engine."""
-    host = deployment.server.host
-    named = {"http": deployment.server.port, "bootstrap": deployment.transfer.bootstrap_port}
-    keys = ("http", *engines_of.ports(engine.group.program, engine.role))
-    return tuple(PortWish(k, host, named[k] + engine.index if named.get(k) else 0) for k in keys)
-
-
-def _router_spec(
-    engines: list[_Engine], deployment: Deployment, front: tuple[int, ...], *, own: bool
-) -> ProcSpec:
-    router = deployment.router
-    router = replace(router, drain_s=deployment.config.drain_s)  # the supervisor waits as long for it
-    words = [_ROUTER, *to_flags(router, skip=("port",)), "--port", port_mark(_ROUTER, "http")]
-    for e in engines:
-        at = url(deployment.server.host, port_mark(e.name, "http"))
-        match e.role:
-            case Role.PREFILL if "bootstrap" in engines_of.ports(e.group.program, e.role):
-                words += ["--prefill", f"{at},{port_mark(e.name, 'bootstrap')}"]
-            case Role.PREFILL:
-                words += ["--prefill", at]
-            case Role.DECODE:
-                words += ["--decode", at]
-            case Role.UNIFIED:
-                words += ["--worker", at]
-    floating = (
-        f"cpus {_list(front)}: no engine computes there"
-        if own
-        else f"floats over cpus {_list(front)}: every core computes, and one set aside would cost more than routing"
-    )
-    return ProcSpec(
-        name=_ROUTER,
-        role=_ROUTER,
-        stage=1,
-        argv=tuple(words),
-        env={},
-        cpus=(),
-        front_cpus=front,
-        memory_node=None,
-        memory="default",
-        gpus=(),
-        tp=0,
-        ports=(PortWish("http", router.host, router.port),),
-        why=(
-            floating,
-            "starts when every engine is ready, since it is ready only after a token through each pair",
-        ),
-    )
-
-
-def _list(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from splitserve.errors import PortTaken
-from splitserve.launch.placement import ProcSpec
+from splitserve.launch.procs import ProcSpec
 
 _TRIES = 64
 """Tries for a port that is free and unclaimed. Each fails only if another deployment claimed that port this instant."""

@@ -2,6 +2,7 @@
 
     $XDG_RUNTIME_DIR/splitserve/  or  /tmp/splitserve-UID/      0700, ours
       .bench/                     measurements that go on without a terminal (bench/runs.py)
+      .hosts/NAME-HOST/           a deployment's processes here, where `up` runs on another host (hosts/crew.py)
       NAME/                       0700
         lock                      flock held by the supervisor for life: free means it is dead
         state.json                pids with start ticks, ports, urls; replaced whole
@@ -40,6 +41,11 @@ def root() -> Path:
         Path(base) / "splitserve" if base and os.path.isdir(base) else Path(f"/tmp/splitserve-{os.getuid()}")
     )
     return _own(path)
+
+
+def subdirectory(name: str) -> Path:
+    """A directory of ours beside those of deployments; its name begins with a dot, so that it is none of them."""
+    return _own(root() / name)
 
 
 def names(where: Path | None = None) -> list[str]:

@@ -47,7 +47,7 @@ from splitserve.launch.lifecycle import (
     Tell,
     Tick,
 )
-from splitserve.launch.placement import ProcSpec
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir
 
 Report = Callable[[dict[str, Any]], None]

@@ -15,7 +15,8 @@ from splitserve.launch.commands import fill, fill_word, with_flags
 from splitserve.launch.deployment import Deployment, load, parse
 from splitserve.launch.engines import ADAPTERS, installed
 from splitserve.launch.engines.seat import Program
-from splitserve.launch.placement import ProcSpec, place
+from splitserve.launch.placement import place
+from splitserve.launch.procs import ProcSpec
 from splitserve.types import Role
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from splitserve.launch.deployment import load
 from splitserve.launch.doctor import examine
 from splitserve.launch.doctor.finding import Level
 from splitserve.launch.doctor.setup import choose
-from splitserve.launch.placement import ProcSpec, place
+from splitserve.launch.placement import place
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.topology import Topology, how_near
 from splitserve.numa import share_of
 from tests.machines import DIRECTORY, MACHINES, written

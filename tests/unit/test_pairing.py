@@ -13,7 +13,8 @@ from splitserve.launch.deployment import Deployment, parse
 from splitserve.launch.measured import FORMAT, Measured, Rate
 from splitserve.launch.nvml import Gpu, GpuPair
 from splitserve.launch.pairing import carried, rank_seats
-from splitserve.launch.placement import ProcSpec, explain, place
+from splitserve.launch.placement import explain, place
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.topology import Core, Node, Topology
 from splitserve.transfer.probed import parse as parse_probed
 

