@@ -182,6 +182,9 @@ def table(state: dict[str, Any]) -> list[str]:
         )
         for p in state["processes"]
     ]
+    hosts = [p.get("host", "")[:12] or "here" for p in state["processes"]]
+    if set(hosts) != {"here"}:
+        head, rows = (*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)]
     return _columns(head, rows)
 
 

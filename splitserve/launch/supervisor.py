@@ -344,6 +344,7 @@ class Supervisor:
         return {
             "name": name,
             "role": spec.role,
+            "host": spec.host,
             "phase": "dying" if running and not here and child.phase in _ALIVE else str(child.phase),
             "loading": child.loading,
             "done": child.done,

@@ -1,0 +1,200 @@
+"""Several hosts: crews and relays on Ray's local cluster of two nodes, started, killed and stopped by the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_splitserve import PROGRAM
+from test_supervisor import Shell, is_free, ports, shell, until
+
+from splitserve.launch import rundir
+from splitserve.launch.hosts import cluster as joining
+from splitserve.launch.hosts.crew import Crew
+from tests.proc.real import Deployment
+from tests.tiny_chat import write_chat_checkpoint
+
+__all__ = ["shell"]
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra")
+
+
+# ------------------------------------------------------------------ a crew, without Ray
+
+
+@pytest.fixture
+def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("splitserve.launch.children.adopt_orphans", lambda: None)  # tests adopt nobody
+    made = Crew("d-host", PROGRAM)
+    yield made
+    made.close()
+    assert list((rundir.root() / ".hosts").iterdir()) == []
+
+
+def start(crew: Crew, model: str, name: str = "decode-0") -> int:
+    wish = (f"{name}.http", "127.0.0.1", 0)
+    port = crew.claim([wish])[wish[0]]
+    words = ["serve", model, "--port", str(port)]
+    return crew.start(name, words, {}, sorted(os.sched_getaffinity(0)), [(wish[0], wish[1], port)])
+
+
+def said(crew: Crew, name: str, what: str) -> dict[str, Any]:
+    """The first message with this key."""
+    end = time.monotonic() + 20.0
+    while time.monotonic() < end:
+        told = crew.poll(name, 0.5)
+        for line in told["lines"]:
+            if line.startswith("{") and what in json.loads(line):
+                return dict(json.loads(line))
+        assert told["code"] is None, told
+    raise AssertionError(f"{name} never said {what}")
+
+
+def ended(crew: Crew, name: str) -> int:
+    return int(until("it ends", lambda: [c for c in [crew.poll(name, 0.5)["code"]] if c is not None])[0])
+
+
+def test_a_crew_starts_watches_and_ends_a_process(crew: Crew) -> None:
+    pid = start(crew, "ok")
+    assert said(crew, "decode-0", "ready")["ready"]
+    crew.signal("decode-0", signal.SIGTERM)
+    assert ended(crew, "decode-0") == 0
+    again = start(crew, "ok", "prefill-0")
+    assert again != pid
+    os.kill(again, signal.SIGKILL)
+    assert ended(crew, "prefill-0") == -signal.SIGKILL
+
+
+def test_a_crew_describes_its_host(crew: Crew) -> None:
+    told = crew.describe()
+    assert json.loads(told["topology"])["cores"]
+    assert told["version"]
+
+
+def test_nobody_asks_and_the_process_is_ended(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.launch.hosts.crew.LEASE_S", 0.4)
+    start(crew, "ok")
+    said(crew, "decode-0", "ready")
+    member = crew._members["decode-0"]
+    until("it is ended", lambda: member.code == -signal.SIGKILL)
+
+
+def test_without_ray_the_line_that_installs_it_is_printed(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError\n")
+    shell.env["PYTHONPATH"] = str(tmp_path)
+    done = shell("up", hosted(shell))
+    assert done.returncode == 2
+    assert "pip install 'splitserve[ray]'" in done.stderr
+
+
+def hosted(
+    shell: Shell, address: str = "auto", *, prefill: str = "ok", decode: str = "ok", tp: int = 1
+) -> str:
+    path = Path(shell.file(prefill, decode))
+    text = path.read_text().replace("[decode]", f"tp = {tp}\n[decode]\ntp = {tp}")
+    path.write_text(f'{text}[hosts]\nbackend = "ray"\naddress = "{address}"\nwait_s = 5\n')
+    return str(path)
+
+
+# ------------------------------------------------------------------ Ray
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of two nodes with one cpu each, all on this machine."""
+    joining.load_ray()
+    from ray.cluster_utils import Cluster
+
+    small = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **small})
+    made.add_node(num_cpus=1, object_store_memory=80 << 20)
+    yield str(made.address)
+    made.shutdown()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_pair_on_two_hosts_comes_up_heals_and_goes(shell: Shell, address: str) -> None:
+    up = shell.background("up", hosted(shell, address), "--json")
+    until("it is up", lambda: (shell.run_dir() / "state.json").exists() and shell.state()["overall"] == "up")
+    state = shell.state()
+    hosts = {p["name"]: p["host"] for p in state["processes"]}
+    assert hosts["router"] == ""
+    assert hosts["prefill-0"] != hosts["decode-0"]
+    assert "to the log" in shell("logs", "d", "decode-0").stdout
+    assert "is pid" in shell("logs", "d", "decode-0").stdout
+
+    # the engine itself dies, on its host
+    remote = pid_of(shell, "decode-0")
+    os.kill(remote, signal.SIGKILL)
+    until("it was started again", lambda: shell.process("decode-0")["restarts"] == 1)
+    until("all are ready", lambda: all(p["phase"] == "ready" for p in shell.state()["processes"]))
+    assert pid_of(shell, "decode-0") != remote
+
+    # its relay dies: the crew ends what nobody asks after, when the next one starts it at the latest
+    os.kill(shell.process("prefill-0")["pid"], signal.SIGKILL)
+    until("it was started again", lambda: shell.process("prefill-0")["restarts"] == 1)
+    until("all are ready", lambda: all(p["phase"] == "ready" for p in shell.state()["processes"]))
+
+    held = ports(shell.state())
+    assert shell("down").returncode == 0
+    assert up.wait(30) == 0
+    until("ports are free", lambda: all(is_free(port) for port in held))
+
+
+def pid_of(shell: Shell, process: str) -> int:
+    lines = [x for x in shell("logs", "d", process).stdout.splitlines() if f"{process} is pid" in x]
+    return int(lines[-1].partition("is pid ")[2].split()[0])
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_dead_supervisor_leaves_nothing_on_any_host(shell: Shell, address: str) -> None:
+    up = shell.background("up", hosted(shell, address), "--json")
+    until("it is up", lambda: (shell.run_dir() / "state.json").exists() and shell.state()["overall"] == "up")
+    remotes = [pid_of(shell, name) for name in ("prefill-0", "decode-0")]
+    up.send_signal(signal.SIGKILL)
+    until("the engines are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in remotes))
+    shell("status")
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_no_host_has_room_for_is_an_error_with_the_sum(shell: Shell, address: str) -> None:
+    done = shell("up", hosted(shell, address, tp=2))
+    assert done.returncode == 2
+    assert "prefill-0 wants 2 cores of one host; free:" in done.stderr
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_real_engines_on_two_hosts_hand_over_state(address: str, tmp_path: Path) -> None:
+    d = Deployment(write_chat_checkpoint(tmp_path / "tiny"), name="far")
+    with d.file.open("a") as f:
+        f.write(f'[hosts]\nbackend = "ray"\naddress = "{address}"\n')
+    try:
+        d.up()
+        status, answer = d.generate(list(range(6, 70)), 4)
+        assert status == 200, answer
+        received = d.call("decode-0", "/debug/handoffs")[1]["received"][-1]
+        assert received["ok"]
+        assert received["bytes"] == received["expected_bytes"] > 0
+        shown = d.run("status").stdout
+        assert "host" in shown.splitlines()[1]
+        assert d.run("verify", str(d.file), timeout_s=200).returncode == 0
+    finally:
+        d.close()
