@@ -183,9 +183,9 @@ def table(state: dict[str, Any]) -> list[str]:
         for p in state["processes"]
     ]
     hosts = [p.get("host", "")[:12] or "here" for p in state["processes"]]
-    if set(hosts) != {"here"}:
-        head, rows = (*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)]
-    return _columns(head, rows)
+    if set(hosts) == {"here"}:
+        return _columns(head, rows)
+    return _columns((*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)])
 
 
 def _columns(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
