@@ -30,8 +30,6 @@ from splitserve.ops.ref.v4 import (
     encode_latents,
     entry_positions,
     hc_head,
-    hc_post,
-    index_scores,
     linear_f32,
     locate_entries,
     plan_saves,
@@ -40,7 +38,6 @@ from splitserve.ops.ref.v4 import (
     rope_table,
     route,
     route_by_token,
-    write_rows,
 )
 
 T = TypeVar("T")
@@ -110,6 +107,12 @@ def hc_pre(streams: torch.Tensor, *args: Any, **kw: Any) -> tuple[torch.Tensor, 
     return found
 
 
+def hc_post(y: torch.Tensor, *args: Any) -> torch.Tensor:
+    """As in ops/ref/v4/hyper.py."""
+    out: torch.Tensor = _compiled(y).hc_post(y, *args)
+    return out
+
+
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """As in ops/ref/v4/quant.py."""
     out: torch.Tensor = _compiled(x).linear(x, weight)
@@ -162,12 +165,27 @@ def attend(
     **kw: Any,
 ) -> torch.Tensor:
     """As in ops/ref/v4/sparse.py, rotated back: values carry their key's angle, which this makes relative."""
-    return rotate_tail(ref.attend(q, near, far, sink, **kw), turn_back, inverse=True)
+    return rotate_tail(_compiled(q).attend(q, near, far, sink, **kw), turn_back, inverse=True)
 
 
 def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """As in ops/ref/v4/dense.py, for weights of any form."""
-    return ref.grouped_linear(x, dequantise(weight, x.dtype))
+    compiled = _compiled(x)
+    if compiled is ref:
+        return ref.grouped_linear(x, dequantise(weight, x.dtype))
+    out: torch.Tensor = compiled.grouped_linear(x, weight)
+    return out
+
+
+def index_scores(q: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:
+    """As in ops/ref/v4/indexer.py."""
+    out: torch.Tensor = _compiled(q).index_scores(q, *args, **kw)
+    return out
+
+
+def write_rows(view: torch.Tensor, rows: torch.Tensor, unit: torch.Tensor, row: torch.Tensor) -> None:
+    """As in ops/ref/v4/rows.py."""
+    _compiled(rows).write_rows(view, rows, unit, row)
 
 
 def write_latents(

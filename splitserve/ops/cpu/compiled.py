@@ -40,7 +40,7 @@ def _directory(chosen: str) -> str:
     """Where NUMBA_CACHE_DIR says, beside this file or in the user's cache; "" where none of them can be written."""
     here = Path(__file__).parent
     contents = hashlib.sha256()
-    for file in sorted(here.glob("*.py")):
+    for file in sorted(here.rglob("*.py")):
         contents.update(file.read_bytes())
     name = f"splitserve-{contents.hexdigest()[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

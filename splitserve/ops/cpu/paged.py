@@ -84,7 +84,7 @@ def _attend_rows(
         at = p * page_tokens
         values = keys + 4 * (page[p] * page_stride + size)
         n = min(page_tokens, stop - at)
-        _mix(scores + 4 * (at - origin), width, m, values, row_stride, n, size, out, out_stride)
+        mix(scores + 4 * (at - origin), width, m, values, row_stride, n, size, out, out_stride)
 
 
 @compiled(fastmath=ANY_ORDER)
@@ -110,7 +110,7 @@ def _softmax(row, first, stop, end, scale):
 
 
 @compiled()
-def _mix(p, p_stride, m, v, v_stride, n, size, out, out_stride):
+def mix(p, p_stride, m, v, v_stride, n, size, out, out_stride):
     """out[i] += sum over j of p[i, j] v[j] for m rows of weights and n rows of v."""
     i = 0
     while i < m:

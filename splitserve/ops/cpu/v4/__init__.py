@@ -1,11 +1,26 @@
 """What of DeepSeek-V4's kernels is compiled for float32 on a CPU: many small steps in torch, one loop here.
 
-Twins of ops/ref/v4 by name and signature; all else of a model runs on those. Importing this imports numba.
+Twins of ops/ref/v4 by name and signature; all else of a model runs on those, and so do many tokens at once where torch
+makes better use of a CPU. Importing this imports numba.
 """
 
-from .dense import rms_norm, rotate_tail
+from .dense import grouped_linear, rms_norm, rotate_tail, write_rows
 from .experts import expert_ffn, mix_experts
-from .hyper import hc_pre
+from .hyper import hc_post, hc_pre
 from .quant import dequantise, linear
+from .sparse import attend, index_scores
 
-__all__ = ["dequantise", "expert_ffn", "hc_pre", "linear", "mix_experts", "rms_norm", "rotate_tail"]
+__all__ = [
+    "attend",
+    "dequantise",
+    "expert_ffn",
+    "grouped_linear",
+    "hc_post",
+    "hc_pre",
+    "index_scores",
+    "linear",
+    "mix_experts",
+    "rms_norm",
+    "rotate_tail",
+    "write_rows",
+]

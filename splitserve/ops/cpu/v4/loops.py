@@ -1,68 +1,60 @@
-"""The compiled loops: numbers out of codes, coefficients of hyper-connections, norms, rotation. They fill arrays."""
+"""The compiled loops over tokens by themselves: hyper-connections, norms, rotation, rows into slots. In float32."""
 
-# ruff: noqa: PLR0917 - a compiled loop takes its arrays by position
+# ruff: noqa: PLR0917 - a compiled loop takes each address and stride, by position
 
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 
 from splitserve.ops.cpu.compiled import ANY_ORDER, compiled
+from splitserve.ops.cpu.products import plain_product
+from splitserve.ops.cpu.vector import floats_at, integers_at
 
 _ONE = np.float32(1)
-_E4M3_SHIFT = np.float32(2.0**120)
-_E2M1_SHIFT = np.float32(2.0**126)
 
 
 @compiled()
-def tiles(codes, scales, rows, columns, bits, out):
-    """out [n, k] = e4m3 `codes` [n, k] times `scales`, one for `rows` x `columns`; `bits` is `out` as int32.
+def hc_pre(streams, tokens, n, size, fn, base, scale, iters, eps, norm_eps, x, post, comb):
+    """x [T, size], post [T, n] and comb [T, n, n] of `streams` [T, n, size]; see ops/ref/v4/hyper.py."""
+    count = 2 * n + n * n
+    mixes, pre = np.empty(count, dtype=np.float32), np.empty(n, dtype=np.float32)
+    by, shift = carray(floats_at(scale), 3), carray(floats_at(base), count)
+    for t in range(tokens):
+        at = streams + 4 * t * n * size
+        plain_product(at, n * size, 1, fn, 4 * n * size, count, n * size, mixes.ctypes.data, count)
+        shrink = _inverse_root(at, n * size, np.float32(norm_eps))
+        for i in range(count):
+            mixes[i] *= shrink
+        spread = carray(floats_at(post + 4 * t * n), n)
+        swap = carray(floats_at(comb + 4 * t * n * n), (n, n))
+        _split(mixes, shift, by, n, iters, np.float32(eps), pre, spread, swap)
+        _weigh(at, pre.ctypes.data, n, size, x + 4 * t * size)
 
-    A code's exponent and mantissa, moved to where float32 has its own, are its value times 2^-120.
-    """
-    n, k = codes.shape
-    for r in range(n):
-        for c in range(k):
-            code = np.int32(codes[r, c])
-            bits[r, c] = ((code & np.int32(0x7F)) << np.int32(20)) | ((code & np.int32(0x80)) << np.int32(24))
-        for tile in range((k + columns - 1) // columns):
-            scale = scales[r // rows, tile]
-            for c in range(tile * columns, min(k, (tile + 1) * columns)):
-                out[r, c] = out[r, c] * _E4M3_SHIFT * scale
 
-
-@compiled()
-def mxfp4(codes, scales, bits, out):
-    """out [n, k] = e2m1 `codes` [n, k / 2] times `scales` [n, k / 32]; `bits` is `out` as int32."""
-    n, half = codes.shape
-    for r in range(n):
-        for c in range(half):
-            low, high = np.int32(codes[r, c] & 0xF), np.int32(codes[r, c] >> 4)
-            bits[r, 2 * c] = ((low & np.int32(7)) << np.int32(22)) | ((low & np.int32(8)) << np.int32(28))
-            bits[r, 2 * c + 1] = ((high & np.int32(7)) << np.int32(22)) | (
-                (high & np.int32(8)) << np.int32(28)
-            )
-        for group in range(half // 16):
-            scale = scales[r, group]
-            for c in range(group * 32, group * 32 + 32):
-                out[r, c] = out[r, c] * _E2M1_SHIFT * scale
+@compiled(fastmath=ANY_ORDER)
+def _inverse_root(x, count, eps):
+    """Of the mean square of `count` numbers."""
+    v = floats_at(x)
+    total = np.float32(0)
+    for i in range(count):
+        total += v[i] * v[i]
+    return _ONE / np.sqrt(total / np.float32(count) + eps)
 
 
 @compiled()
-def split(mixes, base, scale, n, iters, eps, pre, post, comb):
-    """Coefficients of each token from `mixes` [T, 2n + n * n]; see ops/ref/v4/hyper.py. `comb` is [T, n, n]."""
-    for t in range(mixes.shape[0]):
-        for j in range(n):
-            pre[t, j] = _ONE / (_ONE + np.exp(-(mixes[t, j] * scale[0] + base[j]))) + eps
-            at = n + j
-            post[t, j] = np.float32(2) / (_ONE + np.exp(-(mixes[t, at] * scale[1] + base[at])))
-            for k in range(n):
-                at = 2 * n + j * n + k
-                comb[t, j, k] = mixes[t, at] * scale[2] + base[at]
-        _softmax(comb[t], eps)
-        for turn in range(iters):
-            if turn:
-                _divide_rows(comb[t], eps)
-            _divide_rows(comb[t].T, eps)
+def _split(mixes, base, scale, n, iters, eps, pre, post, comb):
+    for j in range(n):
+        pre[j] = _ONE / (_ONE + np.exp(-(mixes[j] * scale[0] + base[j]))) + eps
+        post[j] = np.float32(2) / (_ONE + np.exp(-(mixes[n + j] * scale[1] + base[n + j])))
+        for k in range(n):
+            at = 2 * n + j * n + k
+            comb[j, k] = mixes[at] * scale[2] + base[at]
+    _softmax(comb, eps)
+    for turn in range(iters):
+        if turn:
+            _divide_rows(comb, eps)
+        _divide_columns(comb, eps)
 
 
 @compiled()
@@ -88,30 +80,89 @@ def _divide_rows(c, eps):
             c[j, k] /= total + eps
 
 
-@compiled(fastmath=ANY_ORDER)
-def rms_norm(x, weight, eps, out):
-    """out [n, k] = x / sqrt(mean(x^2) + eps) * weight."""
-    for r in range(x.shape[0]):
+@compiled()
+def _divide_columns(c, eps):
+    for k in range(c.shape[1]):
         total = np.float32(0)
-        for c in range(x.shape[1]):
-            total += x[r, c] * x[r, c]
-        scale = _ONE / np.sqrt(total / np.float32(x.shape[1]) + eps)
-        for c in range(x.shape[1]):
-            out[r, c] = x[r, c] * scale * weight[c]
+        for j in range(c.shape[0]):
+            total += c[j, k]
+        for j in range(c.shape[0]):
+            c[j, k] /= total + eps
 
 
 @compiled()
-def rotate_tail(x, cos, sin, sign, out):
-    """out [T, heads, d] = x with the last numbers of each head, neighbours as pairs, turned by its token's angles."""
-    tokens, heads, d = x.shape
-    pairs = cos.shape[1]
+def hc_post(y, streams, tokens, n, size, post, comb, out):
+    """out[t, k] = post[t, k] y[t] + sum over j of comb[t, j, k] streams[t, j]."""
+    for t in range(tokens):
+        for k in range(n):
+            to = out + 4 * (t * n + k) * size
+            _weigh_one(y + 4 * t * size, floats_at(post)[t * n + k], size, to, False)
+            for j in range(n):
+                by = floats_at(comb)[(t * n + j) * n + k]
+                _weigh_one(streams + 4 * (t * n + j) * size, by, size, to, True)
+
+
+@compiled()
+def _weigh(rows, weights, n, size, out):
+    """out [size] = sum over n rows of weight times row."""
+    for j in range(n):
+        _weigh_one(rows + 4 * j * size, floats_at(weights)[j], size, out, j > 0)
+
+
+@compiled()
+def _weigh_one(row, by, size, out, add):
+    v, o = floats_at(row), floats_at(out)
+    if add:
+        for c in range(size):
+            o[c] += by * v[c]
+    else:
+        for c in range(size):
+            o[c] = by * v[c]
+
+
+@compiled(fastmath=ANY_ORDER)
+def rms_norm(x, rows, size, weight, eps, out):
+    """out = x / sqrt(mean(x^2) + eps) * weight for rows without gaps; `weight` 0: none."""
+    for r in range(rows):
+        at = x + 4 * r * size
+        scale = _inverse_root(at, size, np.float32(eps))
+        v, o = floats_at(at), floats_at(out + 4 * r * size)
+        if weight:
+            w = floats_at(weight)
+            for c in range(size):
+                o[c] = v[c] * scale * w[c]
+        else:
+            for c in range(size):
+                o[c] = v[c] * scale
+
+
+@compiled()
+def rotate_tail(x, tokens, heads, d, cos, sin, pairs, sign, out):
+    """out = x with the last numbers of each head, neighbours as pairs, turned by its token's angles."""
     first = d - 2 * pairs
     for t in range(tokens):
+        c, s = floats_at(cos + 4 * t * pairs), floats_at(sin + 4 * t * pairs)
         for h in range(heads):
-            for c in range(first):
-                out[t, h, c] = x[t, h, c]
+            at = 4 * (t * heads + h) * d
+            v, o = floats_at(x + at), floats_at(out + at)
+            for i in range(first):
+                o[i] = v[i]
             for i in range(pairs):
-                even, odd = x[t, h, first + 2 * i], x[t, h, first + 2 * i + 1]
-                s = sin[t, i] * sign
-                out[t, h, first + 2 * i] = even * cos[t, i] - odd * s
-                out[t, h, first + 2 * i + 1] = even * s + odd * cos[t, i]
+                even, odd = v[first + 2 * i], v[first + 2 * i + 1]
+                o[first + 2 * i] = even * c[i] - odd * (s[i] * sign)
+                o[first + 2 * i + 1] = even * (s[i] * sign) + odd * c[i]
+
+
+@compiled()
+def write_rows(view, unit_stride, row_stride, rows, row_gap, count, size, unit, row):
+    """view[unit[i], row[i]] = rows[i] for units that are not -1; `row_gap` numbers from one row to the next."""
+    units, places = integers_at(unit), integers_at(row)
+    for i in range(count):
+        if units[i] < 0:
+            continue
+        v, o = (
+            floats_at(rows + 4 * i * row_gap),
+            floats_at(view + 4 * (units[i] * unit_stride + places[i] * row_stride)),
+        )
+        for c in range(size):
+            o[c] = v[c]
