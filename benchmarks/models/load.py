@@ -1,9 +1,9 @@
 """How long a rank takes to load a DeepSeek-V4 checkpoint, and how much memory at most: its share of it and little more.
 
-    python -m benchmarks.models.load [--experts 16] [--layers 4]
+    python -m benchmarks.models.load [--experts 16] [--layers 4] [--scratch DIR]
 
-Writes a random checkpoint of Flash's real widths, with fewer layers, experts and words, into a temporary directory, and
-loads it in a process of its own for each rank of each TP size. Memory is the process's anonymous memory (weights and
+Writes a random checkpoint of Flash's real widths, with fewer layers, experts and words, into a temporary directory (in
+DIR), and loads it in a process of its own for each rank of each TP size. Memory is the process's anonymous memory (weights and
 buffers, not the page cache), sampled every 5 ms while it loads, less what it was before; the share is the bytes of the
 parameters that the rank holds in the end. The file has just been written, so it is read from the page cache.
 """
@@ -32,14 +32,16 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=65_536)
+    parser.add_argument("--scratch", metavar="DIR", help="where the temporary directory is made")
     parser.add_argument("--child", nargs=3, metavar=("DIR", "RANK", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(Path(args.child[0]), int(args.child[1]), int(args.child[2]))))
         return
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
+        begin = time.monotonic()
         num_bytes = write(Path(directory), args)
-        print(f"{num_bytes / 1e9:.2f} GB written", flush=True)
+        print(f"{num_bytes / 1e9:.2f} GB written in {time.monotonic() - begin:.0f} s", flush=True)
         ranks = [in_process(directory, rank, size) for rank, size in SIZES]
     result = {"checkpoint_bytes": num_bytes, "ranks": ranks}
     for r in ranks:
