@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from splitserve.cli import report
 from splitserve.config import TransferConfig
@@ -26,11 +26,20 @@ def run(args: argparse.Namespace) -> int:
         taken, verdict = _measure(TransferConfig(), seats)
         return _say(args, taken, verdict, kept="")
     loaded = deployment.load(args.fabric)
-    seats = rank_seats(placement.place(found, loaded))
+    ranks = rank_seats(placement.place(found, loaded))
+    seats = _on_host(ranks[0]), _on_host(ranks[1])
     taken, verdict = _measure(loaded.transfer, seats)
+    if seats != ranks:
+        print("not kept for `up`: the ranks' state lies on GPUs, and this was host memory", file=sys.stderr)
+        return _say(args, taken, verdict, kept="")
     path = measured.path_of(loaded)
     measured.keep(measured.of(loaded, found, taken, verdict, seats), path)
     return _say(args, taken, verdict, kept=str(path))
+
+
+def _on_host(ranks: tuple[RankSeat, ...]) -> tuple[RankSeat, ...]:
+    """The same ranks with their cores alone: what is measured is the memory beside those."""
+    return tuple(replace(rank, gpu=-1) for rank in ranks)
 
 
 def _lone_pair(found: Topology) -> Seats:

@@ -237,3 +237,24 @@ def test_what_was_measured_is_kept_for_up_and_says_what_has_changed(
     assert measured.find(other) is None  # of the same name, and another file
     measured.path_of(d).write_text("{}")
     assert measured.find(d) is None
+
+
+def test_rates_of_host_memory_are_not_kept_for_ranks_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    seen: list[str] = []
+
+    def measure(config: TransferConfig, *, sources, targets, say) -> Fabric:
+        seen.extend(s.seat for s in (*sources, *targets))
+        return Fabric(links({(0, 0): 3.0}, together=2.0), memcpy=4.0, tcp=1.0)
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr("splitserve.launch.topology.read", box)
+    for device, kept in (("cuda", 0), ("cpu", 1)):
+        file = tmp_path / f"{device}.toml"
+        file.write_text(f'[deployment]\nmodel = "m"\n[engine]\ndevice = "{device}"\n[prefill]\n[decode]\n')
+        cli.main(["doctor", "--fabric", str(file)])
+        assert len(list(tmp_path.glob("splitserve/fabric/*.json"))) == kept
+        assert ("not kept" in capsys.readouterr().err) is (kept == 0)
+    assert seen == ["cpus 0", "cpus 1"] * 2
