@@ -3,9 +3,10 @@
     python -m benchmarks.models.load [--experts 16] [--layers 4] [--scratch DIR]
 
 Writes a random checkpoint of Flash's real widths, with fewer layers, experts and words, into a temporary directory (in
-DIR), and loads it in a process of its own for each rank of each TP size. Memory is the process's anonymous memory (weights and
-buffers, not the page cache), sampled every 5 ms while it loads, less what it was before; the share is the bytes of the
-parameters that the rank holds in the end. The file has just been written, so it is read from the page cache.
+DIR), and loads it in a process of its own for each rank of each TP size. Memory is the process's anonymous memory
+(weights and buffers, not the page cache), sampled every 5 ms while it loads, less what it was before; the share is the
+bytes of the parameters that the rank holds in the end. The file has just been written, so it is read from the page
+cache.
 """
 
 from __future__ import annotations
