@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 from splitserve.cli import report
 from splitserve.config import TransferConfig
+from splitserve.errors import ConfigError
 from splitserve.launch import deployment, fabric, measured, placement
 from splitserve.launch import topology as machine
 from splitserve.launch.pairing import RankSeat, rank_seats
@@ -26,6 +27,12 @@ def run(args: argparse.Namespace) -> int:
         taken, verdict = _measure(TransferConfig(), seats)
         return _say(args, taken, verdict, kept="")
     loaded = deployment.load(args.fabric)
+    if loaded.hosts.backend != "local":
+        raise ConfigError(
+            f"doctor --fabric measures one host, and {args.fabric} is for several",
+            field="hosts",
+            fix="measure a file of one host on each; `splitserve verify` tells the lane between hosts",
+        )
     ranks = rank_seats(placement.place(found, loaded))
     seats = _on_host(ranks[0]), _on_host(ranks[1])
     taken, verdict = _measure(loaded.transfer, seats)

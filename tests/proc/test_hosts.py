@@ -18,6 +18,7 @@ from test_supervisor import Shell, is_free, ports, shell, until
 from splitserve.launch import rundir
 from splitserve.launch.hosts import cluster as joining
 from splitserve.launch.hosts.crew import Crew
+from splitserve.launch.identity import parent_of
 from tests.proc.real import Deployment
 from tests.tiny_chat import write_chat_checkpoint
 
@@ -110,7 +111,7 @@ def hosted(
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def two_nodes() -> Iterator[Any]:
     """A cluster of two nodes with one cpu each, all on this machine."""
     joining.load_ray()
     from ray.cluster_utils import Cluster
@@ -118,8 +119,13 @@ def address() -> Iterator[str]:
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **small})
     made.add_node(num_cpus=1, object_store_memory=80 << 20)
-    yield str(made.address)
+    yield made
     made.shutdown()
+
+
+@pytest.fixture
+def address(two_nodes: Any) -> str:
+    return str(two_nodes.address)
 
 
 @needs_ray
@@ -146,6 +152,14 @@ def test_a_pair_on_two_hosts_comes_up_heals_and_goes(shell: Shell, address: str)
     os.kill(shell.process("prefill-0")["pid"], signal.SIGKILL)
     until("it was started again", lambda: shell.process("prefill-0")["restarts"] == 1)
     until("all are ready", lambda: all(p["phase"] == "ready" for p in shell.state()["processes"]))
+
+    # its crew dies: Ray makes another, and the engine there is started anew
+    crew_pid = parent_of(pid_of(shell, "decode-0"))
+    before = shell.process("decode-0")["restarts"]
+    os.kill(crew_pid, signal.SIGKILL)
+    until("it was started again", lambda: shell.process("decode-0")["restarts"] > before)
+    until("all are ready", lambda: all(p["phase"] == "ready" for p in shell.state()["processes"]))
+    assert parent_of(pid_of(shell, "decode-0")) != crew_pid
 
     held = ports(shell.state())
     assert shell("down").returncode == 0
@@ -198,3 +212,24 @@ def test_real_engines_on_two_hosts_hand_over_state(address: str, tmp_path: Path)
         assert d.run("verify", str(d.file), timeout_s=200).returncode == 0
     finally:
         d.close()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_is_gone_is_the_death_of_its_engines(shell: Shell, two_nodes: Any) -> None:
+    file = hosted(shell, str(two_nodes.address))
+    text = Path(file).read_text().replace("[prefill]", "max_restarts = 0\n[prefill]")
+    Path(file).write_text(text)
+    up = shell.background("up", file, "--json")
+    until("it is up", lambda: (shell.run_dir() / "state.json").exists() and shell.state()["overall"] == "up")
+    there = shell.process("decode-0")["host"]
+    gone = next(n for n in two_nodes.list_all_nodes() if n.node_id == there)
+    assert gone is not two_nodes.head_node, "the first host is where the command runs"
+    two_nodes.remove_node(gone, allow_graceful=False)
+    try:
+        out, err = up.communicate(timeout=60)
+        assert up.returncode == 1, out + err
+        assert "no decode is left" in err
+    finally:
+        two_nodes.add_node(num_cpus=1, object_store_memory=80 << 20)

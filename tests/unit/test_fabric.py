@@ -200,6 +200,11 @@ def test_a_deployment_without_a_pair_has_no_fabric(
     assert "no state crosses" in capsys.readouterr().err
 
 
+def test_links_between_hosts_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--fabric", "deploy/two-hosts.toml"]) == 2
+    assert "measures one host" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------ what is kept for `up`
 
 
