@@ -184,6 +184,7 @@ class DeepseekV4:
         return self.tp.all_gather(self.ops.linear_f32(x, self._head), dim=-1)[:, : self.cfg.vocab]
 
     def _build(self, p: _Weights) -> None:
+        plain_kernels.compile_loops(torch.device(self.device), self.dtype)
         self._embed = Embedding(p["embed"], self.tp)
         self._layers = [self._layer(p, f"layers.{i}.", i) for i in range(self.cfg.num_layers)]
         self._hc_head = self._hyper_head(p, "")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from splitserve.ops.cpu import v4 as cpu
+from splitserve.ops.cpu.v4 import codes, gathered, loops, products
 from splitserve.ops.cpu.v4.quant import FEW
 from splitserve.ops.ref import v4 as ref
 
@@ -180,6 +181,25 @@ def test_rows_into_slots() -> None:
     halves = torch.zeros(4, 3, 8, dtype=torch.bfloat16)
     cpu.write_rows(halves, rows, unit, row)
     assert torch.equal(halves, expected.bfloat16())
+
+
+def test_nothing_is_compiled_after_prepare() -> None:
+    """Signatures are those of real calls: else the first request would wait for a compiler."""
+    cpu.prepare()
+    loops_of = [
+        v for m in (codes, gathered, loops, products) for v in vars(m).values() if hasattr(v, "signatures")
+    ]
+    before = [(f, len(f.signatures)) for f in loops_of]
+    test_few_rows_meet_the_codes_and_are_alike_in_any_batch(1, 32)
+    test_experts_of_few_tokens(0, range(2, 4))
+    test_coefficients_are_close_and_alike_in_any_batch()
+    test_streams_take_what_comes_back()
+    test_attention_over_lists(with_far=True)
+    test_ratings_of_index_keys()
+    test_grouped_products(FEW)
+    test_rows_into_slots()
+    test_norms_and_rotation()
+    assert [(f, len(f.signatures)) for f in loops_of] == before
 
 
 def test_norms_and_rotation() -> None:

@@ -58,6 +58,7 @@ __all__ = [
     "beside",
     "choose_entries",
     "choose_located",
+    "compile_loops",
     "dequantise",
     "encode_keys",
     "encode_latents",
@@ -99,6 +100,13 @@ def _cpu() -> Any:
     from splitserve.ops.cpu import v4  # numba takes a second to import
 
     return v4
+
+
+def compile_loops(device: torch.device, dtype: torch.dtype) -> None:
+    """What activations of this type will run on is compiled afterwards."""
+    kernels = _compiled(torch.empty(0, dtype=dtype, device=device))
+    if kernels is not ref:
+        kernels.prepare()
 
 
 def hc_pre(streams: torch.Tensor, *args: Any, **kw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

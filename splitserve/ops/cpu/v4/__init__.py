@@ -7,6 +7,7 @@ makes better use of a CPU. Importing this imports numba.
 from .dense import grouped_linear, rms_norm, rotate_tail, write_rows
 from .experts import expert_ffn, mix_experts
 from .hyper import hc_post, hc_pre
+from .prepare import prepare
 from .quant import dequantise, linear
 from .sparse import attend, index_scores
 
@@ -20,6 +21,7 @@ __all__ = [
     "index_scores",
     "linear",
     "mix_experts",
+    "prepare",
     "rms_norm",
     "rotate_tail",
     "write_rows",
