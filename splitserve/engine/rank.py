@@ -118,6 +118,7 @@ def _bind(start: Start) -> None:
     threads = start.engine.threads or len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["MKL_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads would spin where ops/cpu's compute
 
 
 def _memory_nodes(start: Start) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import elementwise, paged
+from . import elementwise, shared
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def attend_decode(
     tokens, heads, size = q.shape
     kv_heads = view.shape[1]
     out = torch.empty(tokens, heads, size)
-    paged.attend(
+    shared.attend(
         q.data_ptr(),
         q.stride(0),
         q.stride(1),
@@ -90,6 +90,7 @@ def attend_decode(
         plan.window,
         scale,
         out.data_ptr(),
+        queries=tokens,
     )
     return out
 

@@ -7,7 +7,7 @@ import torch
 from splitserve.ops.ref.coded import GROUP, Coded, Weight, widen
 from splitserve.ops.ref.dense import embed
 
-from . import elementwise, formats, products
+from . import elementwise, formats, shared
 from .llvm import LANES
 
 _FORMS = {
@@ -40,7 +40,7 @@ def linear(
         x = x.contiguous()
     m, n = x.shape[0], weight.shape[0]
     out = torch.empty(m, n)
-    products.product(
+    shared.product(
         _FORMS[numbers.dtype],
         x.data_ptr(),
         x.stride(0),
@@ -99,5 +99,5 @@ def swiglu(
     gate_up = gate_up.contiguous()
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    elementwise.swiglu(gate_up.data_ptr(), m, n, out.data_ptr())
+    shared.swiglu(gate_up.data_ptr(), m, n, out.data_ptr())
     return out

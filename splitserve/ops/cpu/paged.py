@@ -21,10 +21,27 @@ _mix_6x2, _mix_3x4, _mix_1x4, _mix_1x1 = (mix_tile(*shape) for shape in ((6, 2),
 
 
 @compiled()
-def attend(q, q_token, q_head, view, strides, pages, pages_stride, starts, counts, shape, window, scale, out):
+def attend(
+    q,
+    q_token,
+    q_head,
+    view,
+    strides,
+    pages,
+    pages_stride,
+    starts,
+    counts,
+    shape,
+    window,
+    scale,
+    out,
+    part,
+    parts,
+):
     """Attention of sequences over their pages: counts[i] tokens from position starts[i] on, one after the other in q.
 
     `strides` are the view's by page, head and row, `shape` is (sequences, kv heads, group, head size, page tokens).
+    The work falls into items, of which every parts-th is done, from item `part` on.
     """
     num_seqs, kv_heads, group, size, page_tokens = shape
     page_stride, head_stride, row_stride = strides
@@ -34,7 +51,7 @@ def attend(q, q_token, q_head, view, strides, pages, pages_stride, starts, count
         longest = max(longest, start_of[i] + count_of[i])
     width = longest + page_tokens
     scores = np.empty(QUERIES * width, dtype=np.float32)
-    token = 0
+    token, item = 0, 0
     for i in range(num_seqs):
         table, count = pages + 8 * i * pages_stride, count_of[i]
         alone = count == 1  # then the queries that share keys are the heads of a group, else a head's tokens
@@ -47,6 +64,9 @@ def attend(q, q_token, q_head, view, strides, pages, pages_stride, starts, count
             for j in range(others):
                 head = g * group + j
                 for row in range(0, rows, QUERIES):
+                    item += 1
+                    if (item - 1) % parts != part:
+                        continue
                     _attend_rows(
                         q + 4 * (token * q_token + head * q_head + row * row_stride_q), row_stride_q,
                         min(QUERIES, rows - row), keys, page_stride, row_stride, table, page_tokens,
