@@ -278,34 +278,17 @@ def swiglu(gate_up: int, m: int, n: int, out: int) -> None:
     elementwise.swiglu(gate_up, m, n, out)
 
 
-def attend(
-    q: int,
-    q_token: int,
-    q_head: int,
-    view: int,
-    strides: tuple[int, ...],
-    pages: int,
-    pages_stride: int,
-    starts: int,
-    counts: int,
-    shape: tuple[int, ...],
-    window: int,
-    scale: float,
-    out: int,
-    *,
-    queries: int,
-) -> None:
-    """paged.attend, over its items; `queries` are the tokens of all sequences."""
-    args = (q, q_token, q_head, view, strides, pages, pages_stride, starts, counts, shape, window)
+def attend(*args: Any, queries: int) -> None:
+    """paged.attend up to `out`, over its items; `queries` are the tokens of all sequences."""
+    shape, scale, out = args[9], np.float32(args[11]), args[12]
     items = queries if queries == shape[0] else -(-queries // paged.QUERIES) * shape[2]
     parts = min(shape[1] * items, MOST_PARTS)
     crew = _crew() if parts > 1 else None
     if crew is not None:
-        bits = int(np.float32(scale).view(np.int32))
-        flat = (*args[:4], *strides, pages, pages_stride, starts, counts, *shape, window, bits, out)
+        flat = (*args[:4], *args[4], *args[5:9], *shape, args[10], int(scale.view(np.int32)), out)
         if crew.share(ATTEND, parts, 0, flat):
             return
-    paged.attend(*args, np.float32(scale), out, 0, 1)
+    paged.attend(*args[:11], scale, out, 0, 1)
 
 
 def _step(count: int, crew: Crew, unit: int) -> int:
