@@ -105,6 +105,12 @@ class TransferConfig:
 
     transport: str = _f("nixl", "nixl, or local (shared memory, one host)", one_of=("nixl", "local"))
     backend: str = _f("UCX", "NIXL backend plugin")
+    direction: str = _f(
+        "put",
+        "put: prefill writes; get: decode reads, which some boards do better. `up` takes what `doctor --fabric` chose,"
+        " unless this is given; equal on both sides of a split",
+        one_of=("put", "get"),
+    )
     ucx: tuple[str, ...] = _f((), "UCX settings as NAME=VALUE, for example TLS=tcp,self")
     progress_thread: bool = _f(False, "let NIXL poll on a thread of its own; needs a core set aside")
     bootstrap_host: str = _f("127.0.0.1", "address that a prefill engine's rendezvous binds")

@@ -65,6 +65,9 @@ def place(
     spare = tuple(cpu for cpu in topology.cpus if cpu not in computing)
     front = spare or topology.cpus
     decodes = _ranks(engines, Role.DECODE)
+    deployment = _directed(deployment, links)
+    if links and links.direction != deployment.transfer.direction:
+        links = None  # what was measured is of the other way
     specs = []
     for e in engines:
         probed = links.expected(seats_of(e.name, e.cpus, e.gpus, e.config.tp), decodes) if links else ()
@@ -75,6 +78,14 @@ def place(
     if share.router:
         specs.append(router_spec(everybody, deployment, front, own=bool(spare), addresses=share.addresses))
     return specs
+
+
+def _directed(deployment: Deployment, links: Measured | None) -> Deployment:
+    """With the direction that was measured to be better, where the file and its overrides name none."""
+    given = any(s.name == "transfer.direction" and s.source != "default" for s in deployment.settings)
+    if links is None or given:
+        return deployment
+    return replace(deployment, transfer=replace(deployment.transfer, direction=links.direction))
 
 
 def engine_names(deployment: Deployment) -> list[tuple[str, Role, EngineConfig]]:

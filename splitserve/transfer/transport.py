@@ -15,6 +15,7 @@ conformance test. This module imports neither of them, nor torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -139,6 +140,12 @@ def make(name: str, *, agent_name: str, config: TransferConfig) -> Transport:
     `agent_name` must be unique among all engines that may meet. Raises ConfigError for an unknown name or where the
     host cannot run it.
     """
+    if config.direction == "get":
+        from splitserve.transfer.pulled import Pulled
+
+        inner = make(name, agent_name=agent_name, config=replace(config, direction="put"))
+        pulled: Transport = Pulled(inner, agent_name)
+        return pulled
     if name == "local":
         from splitserve.transfer.local import LocalTransport
 

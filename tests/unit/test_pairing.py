@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -156,3 +157,18 @@ def test_cores_travel_with_their_rank(tp: int, rng):
     _, after = rank_seats(place(machine, deployment(tp, tp, device="cpu"), links(rate)))
     assert {s.cpus for s in after} == {s.cpus for s in targets}
     assert measured.stale(links(rate), machine, deployment(1, 1).transfer) != ""  # an empty list of devices
+
+
+def test_the_measured_direction_is_taken_by_both_sides_unless_one_is_given():
+    rates = {("gpu 0", "gpu 1"): 50.0}
+    get = replace(links(rates), direction="get")
+    for specs in (place(box(2), deployment(1, 1), get),):
+        assert all(s.argv[s.argv.index("--direction") + 1] == "get" for s in specs[:2])
+        assert "--probed" in specs[0].argv
+    d = parse(
+        {"deployment": {"model": "m"}, "engine": {"device": "cuda"}, "prefill": {}, "decode": {}}
+        | {"transfer": {"direction": "put"}},
+        "file x.toml",
+        environ={},
+    )
+    assert all("--direction" not in s.argv and "--probed" not in s.argv for s in place(box(2), d, get))
