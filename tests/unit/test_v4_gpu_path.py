@@ -33,12 +33,15 @@ def bench_on(ops: object, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv:
     return make_bench(model, dtype="bf16", kv=kv)
 
 
+LONG = pytest.mark.slow, pytest.mark.timeout(600)  # kernels are interpreted
+
+
 @pytest.mark.parametrize(
     ("config", "kv", "steps"),
     [
         pytest.param(TWO_LAYERS, "fp8", ("any",), id="two layers"),
-        pytest.param(TINY, "fp8", ("chunk", "known", "any", "any"), id="all", marks=pytest.mark.slow),
-        pytest.param(TINY, "bf16", ("chunk", "any"), id="bf16 rows", marks=pytest.mark.slow),
+        pytest.param(TINY, "fp8", ("chunk", "known", "any", "any"), id="all", marks=LONG),
+        pytest.param(TINY, "bf16", ("chunk", "any"), id="bf16 rows", marks=LONG),
     ],
 )
 def test_the_gpu_s_kernels_compute_the_model(
