@@ -309,6 +309,8 @@ class Pool:
 
 def split_url(url: str) -> tuple[Origin, str]:
     """(`Origin`, target) of an http:// URL; the target holds path and query. ConfigError for anything else."""
+    if any(c <= " " or c == "\x7f" for c in url):  # urlsplit drops some of them silently
+        raise ConfigError(f"{url!r} has a space or control character in it", fix="write http://HOST:PORT")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

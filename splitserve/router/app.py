@@ -228,6 +228,8 @@ class RouterApp:
             )
         if "://" not in new.url:  # the command line may leave it out; a request that does is mostly a mistake
             raise RequestError(f"{new.url!r} is not a URL", field="url", fix="write http://HOST:PORT")
+        if new.url.rstrip("/").partition("://")[2] == request.headers.get("host"):
+            raise RequestError(f"{new.url} is this router itself", field="url", fix="add an engine")
         text = new.url if new.bootstrap_port is None else f"{new.url},{new.bootstrap_port}"
         try:
             member = self._fleet.add(Endpoint.parse(text, Role(role)))

@@ -8,7 +8,6 @@ What only one of the two understands is refused by the other, by name.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from splitserve import log
 from splitserve.errors import RequestError, SplitserveError
 from splitserve.text.chat import ChatTemplate
 from splitserve.text.deepseek import Chat, DeepseekChat
+from splitserve.text.desk import TEXTS
 from splitserve.text.said import Reader
 from splitserve.text.tokenizer import LONG_TEXT, Tokenizer
 from splitserve.weights.locate import Source
@@ -111,7 +111,9 @@ async def _encoded(body: ChatBody, chat: DeepseekChat, *, guided: bool) -> ChatP
     # The package that encodes may hold the interpreter: what it costs grows with the text.
     size = sum(len(str(m)) for m in conversation.messages) + sum(len(str(t)) for t in conversation.tools)
     encoded = (
-        chat.prompt(conversation) if size < LONG_TEXT else await asyncio.to_thread(chat.prompt, conversation)
+        chat.prompt(conversation)
+        if size < LONG_TEXT
+        else await TEXTS.do(size, lambda: chat.prompt(conversation))
     )
     return ChatPrompt(encoded.tokens, encoded.answer)
 

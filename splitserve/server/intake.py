@@ -169,9 +169,15 @@ class Intake:
 
     async def chat_prompt(self, body: ChatBody, *, guided: bool = False) -> ChatPrompt:
         """The messages in the model's own form, as tokens, and what reads the answers to them."""
+        self.check_text(sum(len(str(m)) for m in body.messages or ()), "messages")
         prompt = await prompt_of(body, self.chat, tokenizer=self.tokenizer, guided=guided)
         params.check_tokens(prompt.tokens, "messages", limits=self.limits)
         return prompt
+
+    def check_text(self, size: int, name: str) -> None:
+        """Raises RequestError for so many characters that no tokens of theirs could fit."""
+        most = self.tokenizer.most_chars(self.limits.max_len)
+        params.check_text(size, name, limits=self.limits, most=most)
 
     # ------------------------------------------------------------------ parts
 
@@ -200,6 +206,7 @@ class Intake:
             raise RequestError(f"{name} must be a text or a list of token ids", field=name)
         if not given:
             raise RequestError(f"{name} is empty", field=name)
+        self.check_text(len(given), name)
         tokens = await self.tokenizer.encode_async(given, add_special=add_special)
         return Prompt(params.check_tokens(tokens, name, limits=self.limits), given)
 

@@ -208,6 +208,7 @@ class Operator:
         if (text is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", field="prompt")
         if text is not None:
+            intake.check_text(len(text), "prompt" if body.prompt is not None else "text")
             tokens = await intake.tokenizer.encode_async(
                 text, add_special=body.add_special_tokens is not False
             )

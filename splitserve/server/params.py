@@ -178,6 +178,17 @@ def token_budget(
     return given
 
 
+def check_text(size: int, name: str, *, limits: ModelLimits, most: int) -> None:
+    """Refuse a text of `size` characters that cannot fit, before anybody reads it: `most` is all that ever could."""
+    if size > most:
+        raise RequestError(
+            f"{name} has {size} characters, and no more than {most} can fit into the {limits.max_len} tokens that "
+            "this server takes in prompt and output together",
+            field=name,
+            fix="shorten the prompt, or start the engine with a larger max_len",
+        )
+
+
 def check_tokens(tokens: list[Any], name: str, *, limits: ModelLimits) -> list[int]:
     """Token ids of a prompt: integers of the vocabulary, at least one."""
     if not tokens:

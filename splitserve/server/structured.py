@@ -7,7 +7,6 @@ structured_outputs, guided_json, guided_regex ...   vLLM
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 
 from splitserve.errors import RequestError
 from splitserve.text import grammar
+from splitserve.text.desk import GRAMMARS
 from splitserve.types import Grammar, GrammarKind
 
 from .params import SamplingFields
@@ -48,7 +48,7 @@ async def grammar_of(body: SamplingFields, prefix: str = "") -> Grammar | None:
         names = " and ".join(name for name, _ in given)
         raise RequestError(f"{names} are given, an answer can follow only one", field=given[1][0])
     name, make = given[0]
-    return await asyncio.to_thread(_checked, make, name)
+    return await GRAMMARS.do(1, lambda: _checked(make, name))
 
 
 def _checked(make: Callable[[], Grammar], name: str) -> Grammar:

@@ -13,15 +13,17 @@ for byte-level code, and an invalid byte does not spoil the valid ones beside it
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitserve.errors import WeightsError
+
+from .desk import TEXTS
 
 if TYPE_CHECKING:
     import tokenizers
@@ -80,7 +82,17 @@ class Tokenizer:
         """Like `encode`; a long text is encoded on a thread, so that others are served meanwhile."""
         if len(text) < LONG_TEXT:
             return self.encode(text, add_special=add_special)
-        return await asyncio.to_thread(self.encode, text, add_special=add_special)
+        return await TEXTS.do(len(text), partial(self.encode, text, add_special=add_special))
+
+    def most_chars(self, tokens: int) -> int:
+        """Characters that so many tokens can stand for at most: no text beyond that has to be read."""
+        return tokens * self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the text that one token stands for at most; a normalizer may have shortened it before."""
+        pieces = (len(piece) for piece in self._fast.get_vocab(with_added_tokens=True))
+        return max(pieces, default=1) * (1 if self._fast.normalizer is None else 4)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` taken as the beginning of a text."""

@@ -270,6 +270,8 @@ def test_requests_of_a_removed_engine_that_do_not_end_get_an_error() -> None:
         (b'{"url": "x", "worker_type": "decode"}', "url"),
         (b'{"url": "x"}', "url"),
         (b'{"url": "http://a b:5"}', "url"),
+        (b'{"url": "http://a\\r\\nb", "worker_type": "decode"}', "url"),
+        (b'{"url": "http://test/"}', "url"),  # the host that the client asked
         (b'{"url":' * 50_000 + b"1" + b"}" * 50_000, None),
     ],
 )

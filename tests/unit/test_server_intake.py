@@ -217,6 +217,22 @@ def test_wrong_bodies_name_the_field(made, path, body, field):
     assert (caught.value.field, caught.value.status) == (field, 400)
 
 
+@pytest.mark.parametrize(
+    ("call", "body", "field"),
+    [
+        ("completion_job", {"prompt": "a " * 500_000}, "prompt"),
+        ("completion_job", {"prompt": ["a " * 500_000, "Hi"]}, "prompt[0]"),
+        ("generate_job", {"text": "a " * 500_000}, "text"),
+        ("chat_job", {"messages": [{"role": "user", "content": "a " * 500_000}]}, "messages"),
+    ],
+)
+def test_a_text_that_can_never_fit_is_not_even_read(made, monkeypatch, call, body, field):
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(RequestError, match=r"has 1\d+ characters, and no more than \d+ can fit") as e:
+        asyncio.run(getattr(made(), call)(json.dumps(body).encode(), {}))
+    assert e.value.field == field
+
+
 def test_a_prompt_that_is_too_long_says_both_numbers(made):
     with pytest.raises(RequestError, match=r"600 tokens.* 512"):
         job(made(), "text", {"prompt": "x" * 600})
