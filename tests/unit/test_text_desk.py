@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,8 @@ from splitserve.text.desk import THREADS, Desk
 
 
 def test_what_waits_is_bounded_and_what_was_left_is_never_begun() -> None:
-    desk, gate, begun = Desk("test", most=100), threading.Event(), []
+    desk, gate = Desk("test", most=100), threading.Event()
+    begun: list[int] = []
 
     def work(i: int) -> int:
         begun.append(i)
@@ -20,8 +22,8 @@ def test_what_waits_is_bounded_and_what_was_left_is_never_begun() -> None:
         return i
 
     async def run() -> list[int]:
-        first = [asyncio.ensure_future(desk.do(10, lambda i=i: work(i))) for i in range(THREADS)]
-        waiting = [asyncio.ensure_future(desk.do(20, lambda i=i: work(i))) for i in (10, 11, 12)]
+        first = [asyncio.ensure_future(desk.do(10, partial(work, i))) for i in range(THREADS)]
+        waiting = [asyncio.ensure_future(desk.do(20, partial(work, i))) for i in (10, 11, 12)]
         await asyncio.sleep(0.05)
         assert desk.waiting == 80
         with pytest.raises(Overloaded, match="too many long texts"):
