@@ -18,6 +18,8 @@ from splitserve.wire import Note
 class Incoming(Side[Rx]):
     """One room at decode: which generations may still write, and the ledger of the current one.
 
+    `deadline_s` is the setting behind `deadline`: errors name it, and a quarantine that lasts as long is overdue.
+
     Every method returns what must be done now, in order:
     send_offer, tell_cancel, compare(link), admit, report_failed, fence, release.
     """
@@ -27,7 +29,7 @@ class Incoming(Side[Rx]):
         *,
         deadline: float = inf,
         gap_s: float = inf,
-        overdue_s: float = inf,
+        deadline_s: float = inf,
         again_s: float = inf,
         table: Table[Rx] = RECEIVER,
     ) -> None:
@@ -35,7 +37,7 @@ class Incoming(Side[Rx]):
         self.ledger = Ledger()
         self.undrained: set[int] = set()  # generations that prefill may still write for
         self.deadline = deadline
-        self._gap_s, self._overdue_s, self._again_s = gap_s, overdue_s, again_s
+        self._gap_s, self._deadline_s, self._again_s = gap_s, deadline_s, again_s
         self._gap_at = self._overdue_at = self._again_at = inf
 
     def offer(self) -> list[Action]:
@@ -146,9 +148,11 @@ class Incoming(Side[Rx]):
             raise InvariantError(f"{self.state} with undrained generations {sorted(self.undrained)}")
 
     def _lateness(self) -> str:
+        """No counts in it: clients group failures by their text, and the receiver logs what had come."""
+        limit = f"[transfer] deadline_s = {self._deadline_s:g} s"
         if self.ledger.expected is None:
-            return "the deadline passed and prefill never had the other half of this room"
-        return f"the deadline passed after {self.ledger.num_notes} notes, {self.ledger.num_bytes} bytes"
+            return f"prefill did not have its half of the request within {limit}"
+        return f"state did not arrive within {limit}"
 
     def _happen(self, event: str, error: SplitserveError, now: float) -> list[Action]:
         """An event that ends the handoff unless it has ended."""
@@ -162,7 +166,7 @@ class Incoming(Side[Rx]):
         before = self.state
         names = self._go(event)
         if self.state is Rx.QUARANTINE and before is not Rx.QUARANTINE:
-            self._overdue_at, self._again_at = now + self._overdue_s, now + self._again_s
+            self._overdue_at, self._again_at = now + self._deadline_s, now + self._again_s
         actions: list[Action] = []
         for name in names:
             if name == "compare":

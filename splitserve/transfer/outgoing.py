@@ -109,7 +109,11 @@ class Outgoing(Side[Tx]):
         if self.state in TX_FINAL or self.state is Tx.DRAINING or now < self.next_deadline():
             return []
         if now >= self.deadline:
-            return self.fail(DeadlineExceeded(f"the deadline passed while the handoff was {self.state}"))
+            return self.fail(
+                DeadlineExceeded(
+                    f"state did not leave within deadline_s of [transfer]: the handoff was {self.state}"
+                )
+            )
         half = "its request" if self.state is Tx.EXPECTED else "decode's offer"
         why = f"waited {self._lease_s:g} s for {half}, which never came"
         return self.fail(DeadlineExceeded(why, field="bootstrap_room"))

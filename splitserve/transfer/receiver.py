@@ -122,7 +122,7 @@ class Receiver:
             raise ProtocolError(f"room {room.id}: nothing to receive for tokens [{start}, {num_tokens})")
         config = self._config
         table = Incoming(
-            deadline=deadline, gap_s=config.silence_s, overdue_s=config.deadline_s, again_s=config.silence_s
+            deadline=deadline, gap_s=config.silence_s, deadline_s=config.deadline_s, again_s=config.silence_s
         )
         door = (room.host, room.port)
         self._used[room.id] = None
@@ -367,6 +367,7 @@ class Receiver:
         self._counts["receive_failures"] += 1
         self._record(entry, now, error)
         if not entry.cancelled:
+            _log.info("room %d: %s (%d bytes had come)", entry.id, error, entry.table.ledger.num_bytes)
             retriable = isinstance(error, TransferError | PeerLost)
             self._events.append(ReceiveFailed(entry.id, retriable, error.code, error.status, error.message))
 

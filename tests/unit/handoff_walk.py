@@ -36,7 +36,7 @@ def walk(
         scenario,
         outgoing(num_ranks=scenario.ranks, lease_s=1.0, table=_Traced(sender, result.events)),
         incoming(
-            deadline=1.0, gap_s=0.5, overdue_s=10.0, again_s=1.0, table=_Traced(receiver, result.events)
+            deadline=1.0, gap_s=0.5, deadline_s=10.0, again_s=1.0, table=_Traced(receiver, result.events)
         ),
     )
     numbers, todo = {start.key(): 0}, [(0, start)]
