@@ -19,6 +19,7 @@ from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 
 from .answer import Shape, error_events
+from .failures import FailureLog
 from .intake import Intake
 from .job import ClientLeft, Job, Run
 from .openai_answer import ChatForm, CompletionForm, OpenAIShape
@@ -36,6 +37,7 @@ Accept = Callable[[Intake, Request], Awaitable[tuple[Job, ShapeOf]]]
 class Generation:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._failures = FailureLog()
 
     async def chat(self, request: Request, responder: Responder) -> None:
         """OpenAI's chat completions."""
@@ -66,6 +68,7 @@ class Generation:
             run.start()
         except SplitserveError as e:
             service.metrics.refused(endpoint, e.status)
+            self._failures.refused(endpoint, e)
             raise
         await self._answer(run, shape_of(run), responder)
 
@@ -78,11 +81,12 @@ class Generation:
         responder.on_left = run.leave
         try:
             answer = _first if job.answers_first else _stream if job.stream else _whole
-            status = await answer(run, shape, responder)
+            status = await answer(run, shape, responder, self._failures)
         except ClientLeft:
             status = "client_left"
         except SplitserveError as e:
             status = str(e.status)
+            self._failures.failed(job, e)
             raise
         finally:
             run.close()
@@ -93,7 +97,7 @@ class Generation:
             )
 
 
-async def _stream(run: Run, shape: Shape, responder: Responder) -> str:
+async def _stream(run: Run, shape: Shape, responder: Responder, failures: FailureLog) -> str:
     """Events until all choices have ended. Returns the status for the metrics."""
     responder.start_stream(headers=(("cache-control", "no-cache"), *ticket_header(run.job.ticket)))
     try:
@@ -105,19 +109,20 @@ async def _stream(run: Run, shape: Shape, responder: Responder) -> str:
                 responder.write(events)
                 await responder.drain()
     except SplitserveError as e:
+        failures.failed(run.job, e)
         responder.end(error_events(e))
         return f"error:{e.code}"
     return "200"
 
 
-async def _whole(run: Run, shape: Shape, responder: Responder) -> str:
+async def _whole(run: Run, shape: Shape, responder: Responder, _: FailureLog) -> str:
     while deltas := await run.take():
         shape.take(deltas)
     responder.send_json(200, shape.whole())
     return "200"
 
 
-async def _first(run: Run, shape: Shape, responder: Responder) -> str:
+async def _first(run: Run, shape: Shape, responder: Responder, failures: FailureLog) -> str:
     """Answer with the first tokens; the run lives on until decode has taken the state, or its lease ends."""
     while not run.all_begun and (deltas := await run.take()):
         shape.take(deltas)
@@ -127,6 +132,7 @@ async def _first(run: Run, shape: Shape, responder: Responder) -> str:
         while await run.take():
             pass
     except SplitserveError as e:
+        failures.failed(run.job, e)
         return f"error:{e.code}"
     return "200"
 
