@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
@@ -49,7 +50,9 @@ def typed(
         if name in known or name in ignored or value is None:
             continue
         if name not in neutral:
-            raise RequestError(f"unknown field {prefix}{name}", field=f"{prefix}{name}")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {prefix}{near[0]}?" if near else ""
+            raise RequestError(f"unknown field {prefix}{name}{hint}", field=f"{prefix}{name}")
         if value not in neutral[name]:
             raise RequestError(f"{prefix}{name} is not supported by this server", field=f"{prefix}{name}")
     try:
