@@ -13,7 +13,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -240,6 +240,20 @@ class DeploymentConfig:
     log_mb: float = _f(16.0, "size at which a log file is cut; one older part is kept", low=0.001)
 
 
+SECTIONS: dict[str, type] = {
+    "deployment": DeploymentConfig,
+    "engine": ProgramConfig,
+    "prefill": GroupConfig,
+    "decode": GroupConfig,
+    "unified": GroupConfig,
+    "transfer": TransferConfig,
+    "server": ServerConfig,
+    "router": RouterConfig,
+    "hosts": HostsConfig,
+}
+"""Every section of a deployment file, which are those of environment variables too."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One resolved value and the place that set it."""
@@ -271,8 +285,7 @@ def resolve(
         for key, raw in given.items():
             if key not in names:
                 raise _unknown_key(key, section, where, names)
-            values[key] = _coerce(raw, hints[key], f"[{section}] {key}", where)
-            _check_range(values[key], names[key], f"[{section}] {key}", where)
+            values[key] = _checked(raw, hints[key], names[key], f"[{section}] {key}", where)
             source[key] = f"{where} {env_name(section, key)}" if where == "environment" else where
     config = cls(**values)
     return config, [Setting(f"{section}.{n}", getattr(config, n), source[n]) for n in names]
@@ -280,6 +293,27 @@ def resolve(
 
 def env_name(section: str, key: str) -> str:
     return f"SPLITSERVE_{section}_{key}".upper().replace(".", "_")
+
+
+def unknown_variables(environ: Mapping[str, str], sections: Collection[str] = tuple(SECTIONS)) -> list[str]:
+    """Variables that name one of `sections` and no setting of it, each with the likely right one."""
+    known = {s: [env_name(s, f.name) for f in fields(SECTIONS[s])] for s in sections if s in SECTIONS}
+    told = []
+    for name in sorted(environ):
+        section = next((s for s in known if name.startswith(env_name(s, ""))), None)
+        if section is None or name in known[section]:
+            continue
+        near = difflib.get_close_matches(name, known[section], n=1)
+        told.append(f"{name} is no setting" + (f": did you mean {near[0]}?" if near else ""))
+    return told
+
+
+def check_environment(environ: Mapping[str, str], sections: Collection[str] = tuple(SECTIONS)) -> None:
+    """ConfigError for a variable that names one of `sections` and no setting of it: it would be ignored."""
+    wrong = unknown_variables(environ, sections)
+    if wrong:
+        text, _, near = wrong[0].partition(": ")
+        raise ConfigError(f"environment: {text}", fix=near or f"unset {text.split()[0]}")
 
 
 def explain(settings: list[Setting], *, only_set: bool = False) -> list[str]:
@@ -308,6 +342,31 @@ def _unknown_key(key: str, section: str, where: str, names: Mapping[str, Any]) -
         field=key,
         fix=f"did you mean {near[0]!r}?" if near else f"keys are: {', '.join(sorted(names))}",
     )
+
+
+def _checked(raw: Any, hint: Any, f: dataclasses.Field[Any], name: str, where: str) -> Any:
+    """The value of one field. Every ConfigError has a fix: where no better one is known, what the field is."""
+    try:
+        if isinstance(raw, str) and hint in (int, float, bool) and where.startswith("file"):
+            what = "true or false" if hint is bool else hint.__name__
+            raise ConfigError(
+                f"{where}: {name} must be {what}, not {raw!r}", field=name, fix=_unquoted(f, raw, hint)
+            )
+        value = _coerce(raw, hint, name, where)
+        _check_range(value, f, name, where)
+    except ConfigError as e:
+        e.fix = e.fix or f"{name} is: {f.metadata['doc']} (default: {f.default!r})"
+        raise
+    return value
+
+
+def _unquoted(f: dataclasses.Field[Any], text: str, hint: Any) -> str | None:
+    """What to write instead of a string that holds a value of the right type; None where it holds none."""
+    try:
+        _coerce(text, hint, f.name, "")
+    except ConfigError:
+        return None
+    return f"write it without quotes: {f.name} = {text}"
 
 
 def _coerce(raw: Any, hint: Any, name: str, where: str) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import typing
 from collections.abc import Collection
 from typing import TypeVar
 
-from splitserve.config import resolve
+from splitserve.config import check_environment, resolve
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ def read(args: argparse.Namespace, cls: type[T], section: str) -> T:
     """The config of `cls` from environment and flags. ConfigError names the flag at fault."""
     given = {f.name for f in dataclasses.fields(cls)} & set(vars(args))  # type: ignore[arg-type]
     layers = [(f"flag --{name.replace('_', '-')}", {name: getattr(args, name)}) for name in sorted(given)]
+    check_environment(os.environ, (section,))
     config, _ = resolve(cls, section, *layers)
     return config
 

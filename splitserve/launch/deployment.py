@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from splitserve.config import (
+    SECTIONS,
     DeploymentConfig,
     EngineConfig,
     GroupConfig,
@@ -33,6 +34,7 @@ from splitserve.config import (
     ServerConfig,
     Setting,
     TransferConfig,
+    check_environment,
     env_name,
     resolve,
 )
@@ -42,7 +44,7 @@ from splitserve.launch.engines.seat import Program
 from splitserve.types import Role
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.IGNORECASE)
-_SECTIONS = ("deployment", "engine", "prefill", "decode", "unified", "transfer", "server", "router", "hosts")
+_SECTIONS = tuple(SECTIONS)
 
 Layer = tuple[str, dict[str, Any]]
 T = TypeVar("T")
@@ -104,7 +106,9 @@ def parse(
 ) -> Deployment:
     """`load` for tables already read."""
     _check_sections(tables, source)
-    given = _Given(tables, source, _flag_layers(overrides), os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    check_environment(environ)
+    given = _Given(tables, source, _flag_layers(overrides), environ)
     config, settings = given.section(DeploymentConfig, "deployment")
     config = _named(config, stem)
     given.section(ProgramConfig, "engine")  # so that a wrong key is reported under [engine], not under a role
