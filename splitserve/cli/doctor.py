@@ -18,11 +18,15 @@ from splitserve.launch.topology import Topology
 
 Ports = tuple[tuple[str, str, int], ...]
 
-_MARKS = {Level.OK: "ok  ", Level.WARNING: "WARN", Level.FAILURE: "FAIL"}
+_MARKS = {Level.OK: "ok  ", Level.SKIPPED: "skip", Level.WARNING: "WARN", Level.FAILURE: "FAIL"}
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Check what a deployment needs; exit code 1 where something is in the way."""
+    if args.set and not (args.file or args.fabric):
+        raise ConfigError(
+            "--set changes a deployment file's settings", field="set", fix="splitserve doctor FILE --set ..."
+        )
     if args.setup or args.run_setup:
         return _setup(args)
     if args.fabric is not None:
@@ -48,7 +52,7 @@ def _examine(args: argparse.Namespace) -> list[Finding]:
     ports: Ports = gather.DEFAULT_PORTS
     config = TransferConfig()
     if args.file:
-        loaded = deployment.load(args.file)
+        loaded = deployment.load(args.file, overrides=args.set)
         plan, ports = _plan(loaded, found)
         config = loaded.transfer
     software = gather.read_software()

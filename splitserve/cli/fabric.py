@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         seats = _lone_pair(found)
         taken, verdict = _measure(TransferConfig(), seats)
         return _say(args, taken, verdict, kept="")
-    loaded = deployment.load(args.fabric)
+    loaded = deployment.load(args.fabric, overrides=args.set)
     if loaded.hosts.backend != "local":
         raise ConfigError(
             f"doctor --fabric measures one host, and {args.fabric} is for several",

@@ -100,6 +100,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure the links between prefill and decode ranks, of a deployment file or of one pair on this host",
     )
+    _set(parser)
     _json(parser)
 
 

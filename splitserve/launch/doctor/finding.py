@@ -8,9 +8,13 @@ from typing import Any
 
 
 class Level(StrEnum):
-    """`FAILURE`: a deployment will not start or not serve; `WARNING`: it will, worse than it could."""
+    """`FAILURE`: a deployment will not start or not serve; `WARNING`: it will, worse than it could.
+
+    `SKIPPED`: not looked at.
+    """
 
     OK = "ok"
+    SKIPPED = "skip"
     WARNING = "warning"
     FAILURE = "failure"
 
@@ -44,6 +48,10 @@ class Finding:
 
 def fine(text: str) -> Verdict:
     return Verdict(Level.OK, text)
+
+
+def skipped(text: str) -> Verdict:
+    return Verdict(Level.SKIPPED, text)
 
 
 def warning(text: str, fix: str) -> Verdict:

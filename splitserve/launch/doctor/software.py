@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitserve.config import unknown_variables
 from splitserve.launch.doctor.facts import Facts
-from splitserve.launch.doctor.finding import Verdict, failure, fine, warning
+from splitserve.launch.doctor.finding import Verdict, failure, fine, skipped, warning
 
 _SETUP = "splitserve doctor --setup --run"
 _MIN_PYTHON = (3, 11)
@@ -84,7 +85,7 @@ def ucx(facts: Facts) -> Verdict:
     """The UCX inside NIXL's wheel against what is known of its versions."""
     lanes = facts.lanes
     if lanes is None or not lanes.ucx:
-        return fine("not asked" if lanes is None else "NIXL did not start: see lanes")
+        return skipped("NIXL was not tried" if lanes is None else "NIXL did not start: see lanes")
     for bad in UCX_BAD:
         if lanes.ucx.startswith(bad.versions):
             return warning(f"UCX {lanes.ucx} {bad.what} ({bad.where})", bad.fix)
@@ -110,7 +111,7 @@ def lanes(facts: Facts) -> Verdict:
     """What carries the bytes when NIXL is tried between two processes here; TCP on one host is a fallback."""
     found = facts.lanes
     if found is None:
-        return fine("not tried")
+        return skipped("NIXL was not tried")
     if found.trouble:
         return failure(found.trouble, f"{_SETUP}; UCX settings: unset UCX_TLS and UCX_NET_DEVICES")
     text = f"host memory over {found.host}" + (f", GPUs over {found.gpu}" if found.gpu else "")
@@ -146,13 +147,18 @@ def environment(facts: Facts) -> Verdict:
         return warning(
             "NCCL_P2P_DISABLE=1: ranks of one engine speak through host memory", "unset NCCL_P2P_DISABLE"
         )
+    wrong = unknown_variables(facts.environment)
+    if wrong:
+        return warning(
+            "; ".join(wrong), f"unset {' '.join(w.split()[0] for w in wrong)}, or give the right name"
+        )
     return fine(", ".join(names) or "nothing of ours is set")
 
 
 def spinning(facts: Facts) -> Verdict:
     """NIXL's progress thread takes a whole core; on one that computes it halves the engine."""
     if facts.plan is None:
-        return fine("no file given")
+        return skipped("no file given")
     if facts.plan.spins:
         return warning(
             "NIXL's progress thread is on, and every core computes",
@@ -179,7 +185,7 @@ def models(facts: Facts) -> Verdict:
 
 def plan(facts: Facts) -> Verdict:
     if facts.plan is None:
-        return fine("no file given: splitserve doctor FILE checks one")
+        return skipped("no file given: splitserve doctor FILE checks one")
     if facts.plan.trouble:
         return failure(facts.plan.trouble, facts.plan.fix or "see docs/deploy.md")
     if facts.plan.warning:
