@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 
-from openai import APIError, OpenAI
+from openai import APIConnectionError, APIError, OpenAI
 
 from splitserve.launch.stage import running_url
 
@@ -19,6 +19,15 @@ QUESTION = "What is the capital of France?"
 
 def main() -> int:
     base_url = sys.argv[1] if len(sys.argv) > 1 else running_url("http://127.0.0.1:8000") + "/v1"
+    try:
+        return ask(base_url)
+    except APIConnectionError as e:
+        fix = "splitserve status says what is up; splitserve up deploy/demo.toml --detach starts the demonstration"
+        print(f"error: nothing answers at {base_url}: {e}\nfix: {fix}", file=sys.stderr)
+        return 1
+
+
+def ask(base_url: str) -> int:
     question = sys.argv[2] if len(sys.argv) > 2 else QUESTION
     client = OpenAI(base_url=base_url, api_key="not needed")
     model = client.models.list().data[0].id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitserve.errors import ConfigError
+from splitserve.words import Parser
 
 from . import runs
 from .plan import Outputs, Plan, undetached
@@ -49,7 +49,7 @@ def recorded(path: Path, measure: Callable[[Run], int]) -> int:
 
 def status(words: Sequence[str], where: Path) -> int:
     """All runs, or one. Exit code 0 whatever their state."""
-    p = argparse.ArgumentParser("splitserve bench status", description="measurements started with --detach")
+    p = Parser("splitserve bench status", description="measurements started with --detach")
     p.add_argument("id", nargs="?", default="", metavar="ID", help="default: all")
     p.add_argument("--json", action="store_true", help="print JSON for programs")
     args = p.parse_args(list(words))
@@ -70,7 +70,7 @@ def status(words: Sequence[str], where: Path) -> int:
 
 def results(words: Sequence[str], where: Path) -> int:
     """What a run has found: its tables, JSON, or a page. Exit code 1 where it has found nothing (yet)."""
-    p = argparse.ArgumentParser("splitserve bench results", description="figures of a measurement")
+    p = Parser("splitserve bench results", description="figures of a measurement")
     p.add_argument("id", metavar="ID")
     p.add_argument("--json", action="store_true", help="print JSON for programs")
     p.add_argument("--html", default="", metavar="FILE", help="write one page with tables and plots")

@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 from splitserve.errors import ConfigError
+from splitserve.words import Parser
 
 from .metrics import Slo
 
@@ -40,7 +41,11 @@ class Plan:
         """ConfigError names the first setting that cannot be."""
         for name, values in (("concurrency", self.concurrency), ("num", self.num)):
             if not values or any(v < 1 for v in values):
-                raise ConfigError(f"{name} is {list(values)}, needs at least one number above 0", field=name)
+                raise ConfigError(
+                    f"{name} is {list(values)}, needs at least one number above 0",
+                    field=name,
+                    fix=f"give whole numbers above 0, as --{name} 1,8,16",
+                )
         loads, kind = (self.rates, "rate") if self.rates else (self.concurrency, "concurrency")
         if len(self.num) not in (1, len(loads)) and self.trace is None:
             raise ConfigError(
@@ -50,9 +55,17 @@ class Plan:
             )
         for name in ("input_len", "output_len"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1", field=name)
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, must be at least 1",
+                    field=name,
+                    fix=f"--{name.replace('_', '-')} 256 is the default",
+                )
         if not all(0 < rate < inf for rate in self.rates):
-            raise ConfigError(f"rate is {list(self.rates)}, must be above 0 and finite", field="rate")
+            raise ConfigError(
+                f"rate is {list(self.rates)}, must be above 0 and finite",
+                field="rate",
+                fix="requests a second, as --rate 0.5,2",
+            )
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -88,7 +101,7 @@ class Outputs:
 
 def parser() -> argparse.ArgumentParser:
     """`splitserve bench [URL] ...`"""
-    p = argparse.ArgumentParser(
+    p = Parser(
         "splitserve bench",
         description="measure a server from outside",
         epilog="bench status [ID], bench results ID: what --detach has started; both take --json, results --html FILE",
@@ -135,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
 def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, Outputs]:
     """What the command line asks for; `running_url` is measured where it names no other.
 
-    argparse exits with code 2 for what it cannot read.
+    ConfigError for words that it cannot read.
     """
     args = parser().parse_args(list(words))
     plan = Plan(

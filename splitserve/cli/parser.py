@@ -6,10 +6,10 @@ import argparse
 import difflib
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from splitserve import __version__
 from splitserve.errors import ConfigError
+from splitserve.words import Parser
 
 _EPILOG = """start here:
   splitserve up deploy/demo.toml     one prefill engine, one decode engine, and the router on 127.0.0.1:8000
@@ -22,11 +22,6 @@ exit codes: 0 done, 1 it ran and failed, 2 wrong input or configuration, 130 Ctr
 Run = Callable[[argparse.Namespace], int]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}", fix=f"see `{self.prog} --help`")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Namespace with `run`, the function of the chosen command. ConfigError for words that make no command."""
     chosen = argv[0] if argv else ""
@@ -34,7 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         near = difflib.get_close_matches(chosen, _COMMANDS, n=1)
         fix = f"did you mean `splitserve {near[0]}`?" if near else f"commands are: {', '.join(_COMMANDS)}"
         raise ConfigError(f"splitserve has no command {chosen!r}", fix=fix)
-    parser = _Parser(
+    parser = Parser(
         prog="splitserve",
         description="Serve a language model with prefill and decode apart, and prove that the state crossed.",
         epilog=_EPILOG,
@@ -42,7 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"splitserve {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser, required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser, required=True)
     for name, (text, module, describe) in _COMMANDS.items():
         own = commands.add_parser(
             name, help=text, description=text, allow_abbrev=False, add_help=name not in _OWN_WORDS

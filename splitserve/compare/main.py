@@ -38,6 +38,7 @@ from splitserve.launch.deployment import load
 from splitserve.launch.stage import up
 from splitserve.net.client import Client
 from splitserve.transfer.faults import THROTTLES
+from splitserve.words import Parser
 
 CHUNKS = (128, 256, 512)
 
@@ -197,7 +198,7 @@ class Comparison:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         "splitserve compare",
         description="the same devices as a split pair, as unified replicas and as one engine: does the split pay?",
     )

@@ -223,7 +223,9 @@ def _flag_layers(overrides: Sequence[str]) -> dict[str, list[Layer]]:
         name, eq, value = text.partition("=")
         section, dot, key = name.strip().partition(".")
         if not eq or not dot or section not in _SECTIONS:
+            near = difflib.get_close_matches(section, _SECTIONS, n=1) if eq and dot else []
             fix = f"write --set SECTION.KEY=VALUE; sections are: {', '.join(_SECTIONS)}"
+            fix = f"did you mean {near[0]}.{key}={value}? {fix}" if near else fix
             raise ConfigError(f"--set {text}: not a setting", fix=fix)
         layers.setdefault(section, []).append((f"flag --set {text}", {key: value}))
     return layers

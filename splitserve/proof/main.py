@@ -25,6 +25,7 @@ from splitserve.proof.judge import Case, Crossing, judge
 from splitserve.proof.sides import Side
 from splitserve.proof.stage import stage, unified_engine
 from splitserve.spec import StateSpec, group_bytes
+from splitserve.words import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +61,7 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from splitserve.transfer.faults import FAULTS
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="splitserve verify",
         description="prove that a split answer is the unified answer and that its state really crossed",
     )
