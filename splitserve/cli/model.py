@@ -22,7 +22,9 @@ def make_checkpoint(args: argparse.Namespace) -> int:
     if args.like != _LIKE:
         raise ConfigError(f"--like {args.like!r} is not known", field="like", fix=f"known: {_LIKE}")
     if args.tiny + args.t1 + bool(args.layers) != 1:
-        raise ConfigError("give one of --tiny, --t1 and --layers N")
+        raise ConfigError(
+            "give one of --tiny, --t1 and --layers N", fix="see `splitserve make-checkpoint --help`"
+        )
     directory = Path(args.directory)
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty", fix="name a new directory")

@@ -174,7 +174,9 @@ def _read(path: Path) -> dict[str, Any]:
         )
         raise ConfigError(f"no deployment file {path}", fix=fix) from None
     except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
+        raise ConfigError(
+            f"cannot read {path}: {e.strerror}", fix="give a file that this user may read"
+        ) from e
     try:
         return tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
