@@ -89,6 +89,11 @@ class EngineConfig:
     gpus: tuple[int, ...] = _f(
         (), "GPUs of the ranks, as `splitserve topology` numbers them; empty: chosen by place"
     )
+    sums: str = _f(
+        "auto",
+        "how ranks on GPUs add up: auto (through each other's memory where that is faster), or nccl",
+        one_of=("auto", "nccl"),
+    )
     node: int = _f(-1, "NUMA node whose cpus, memory and GPUs to take; -1: chosen by place", low=-1)
     memory_bind: str = _f(
         "auto",

@@ -199,8 +199,12 @@ class Builder:
         self.closing.callback(group.close)
         if self.device.type == "cpu":
             return group
+        self._sums = "NCCL"
+        if self.config.sums == "nccl" and not shared:
+            return group
         joined = peers.join(group, self.device, shared=shared)
-        self._sums = joined.how if isinstance(joined, PeerGroup) else "NCCL"
+        if isinstance(joined, PeerGroup):
+            self._sums = joined.how
         return joined
 
     def _load(self, group: TpGroup) -> Model:
