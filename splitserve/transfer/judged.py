@@ -8,25 +8,20 @@ It changes no byte and no event of the transport under it. What counts as slow i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from splitserve.spec import Slab
+from splitserve.transfer.around import Around
 from splitserve.transfer.layout import Copies
 from splitserve.transfer.probed import Expectations
 from splitserve.transfer.transport import Broken, Transport, TransportEvent, Written
 from splitserve.wire import Card
 
-if TYPE_CHECKING:
-    import torch
 
-
-class Judged:
+class Judged(Around):
     def __init__(
         self, inner: Transport, expectations: Expectations, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.name = inner.name
-        self._inner = inner
+        super().__init__(inner)
         self._expectations = expectations
         self._clock = clock
         self._ranks: dict[str, int] = {}  # handle of a peer -> its rank
@@ -43,35 +38,8 @@ class Judged:
         self._expectations.posted(number, peer, self._ranks[peer], num_bytes, now)
         return number
 
-    def read(self, peer: str, copies: Copies) -> int:
-        return self._inner.read(peer, copies)
-
     def poll(self) -> list[TransportEvent]:
         events = self._inner.poll()
         ended = [e.id for e in events if isinstance(e, Written)]
         broken = [e.id for e in events if isinstance(e, Broken)]
         return [*events, *self._expectations.looked(ended, broken, self._clock())]
-
-    def disconnect(self, peer: str) -> None:
-        self._inner.disconnect(peer)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self._inner.allocate(nbytes)
-
-    def register(self, slabs: Sequence[Slab]) -> bytes:
-        return self._inner.register(slabs)
-
-    def settled(self, card: Card) -> bool:
-        return self._inner.settled(card)
-
-    def lanes(self) -> dict[str, str]:
-        return self._inner.lanes()
-
-    def fds(self) -> list[int]:
-        return self._inner.fds()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def check(self) -> None:
-        self._inner.check()

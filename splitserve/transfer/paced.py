@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from splitserve.errors import SplitserveError
-from splitserve.spec import Slab
+from splitserve.transfer.around import Around
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.layout import Copies
 from splitserve.transfer.transport import Broken, Transport, TransportEvent, Written
-from splitserve.wire import Card
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,13 @@ class _Queued:
     note: bytes
 
 
-class Paced:
+class Paced(Around):
     """A Transport around another one. `slow_link` is seconds a write that carries bytes."""
 
     def __init__(
         self, inner: Transport, faults: Faults, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.name = inner.name
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
         self._clock = clock
         self._queue: deque[_Queued] = deque()
@@ -88,32 +82,11 @@ class Paced:
         """Queued writes to this peer never leave."""
         self._broken += [Broken(w.id, "the peer was disconnected") for w in self._queue if w.peer == peer]
         self._queue = deque(w for w in self._queue if w.peer != peer)
-        self._inner.disconnect(peer)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self._inner.allocate(nbytes)
-
-    def register(self, slabs: Sequence[Slab]) -> bytes:
-        return self._inner.register(slabs)
-
-    def connect(self, card: Card) -> str:
-        return self._inner.connect(card)
-
-    def settled(self, card: Card) -> bool:
-        return self._inner.settled(card)
-
-    def lanes(self) -> dict[str, str]:
-        return self._inner.lanes()
-
-    def fds(self) -> list[int]:
-        return self._inner.fds()
+        super().disconnect(peer)
 
     def close(self) -> None:
         self._queue.clear()
-        self._inner.close()
-
-    def check(self) -> None:
-        self._inner.check()
+        super().close()
 
     def _send_on(self, write: _Queued) -> None:
         try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,13 +22,11 @@ import numpy as np
 from splitserve import log
 from splitserve.errors import SplitserveError, TransferError
 from splitserve.spec import Slab
+from splitserve.transfer.around import Around
 from splitserve.transfer.layout import Copies
 from splitserve.transfer.liveness import host_id, start_ticks
 from splitserve.transfer.transport import Broken, Noted, Transport, TransportEvent, Written
 from splitserve.wire import Card
-
-if TYPE_CHECKING:
-    import torch
 
 _log = log.get(__name__)
 
@@ -62,10 +59,10 @@ class _Asked:
     note: bytes
 
 
-class Pulled:
+class Pulled(Around):
     def __init__(self, inner: Transport, agent_name: str) -> None:
+        super().__init__(inner)
         self.name = f"{inner.name}+get"
-        self._inner = inner
         self._agent_name = agent_name
         self._card: Card | None = None
         self._slabs: tuple[Slab, ...] = ()
@@ -251,21 +248,6 @@ class Pulled:
 
     def lanes(self) -> dict[str, str]:
         return {p: "we read" if p in self._sources else "the peer reads" for p in self._inner.lanes()}
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self._inner.allocate(nbytes)
-
-    def connect(self, card: Card) -> str:
-        return self._inner.connect(card)
-
-    def fds(self) -> list[int]:
-        return self._inner.fds()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def check(self) -> None:
-        self._inner.check()
 
 
 def _nothing(_: str) -> None:

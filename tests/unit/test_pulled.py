@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transfer_ends import ROW, End, copies, two_ends
 
 from splitserve.config import TransferConfig
-from splitserve.spec import Growth, Kind, Slab, StateSpec, lay_out
-from splitserve.transfer import transport as transports
 from splitserve.transfer.layout import Copies
 from splitserve.transfer.local import SLICE_BYTES
-from splitserve.transfer.port import make_card
-from splitserve.transfer.transport import Broken, Noted, TransportEvent, Written
+from splitserve.transfer.transport import Broken, Noted, Written
 
-ROW = 1 << 12
 NOTHING = Copies(np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
-
-
-class End:
-    """One rank's transport and memory."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        config = TransferConfig(transport="local", direction="get")
-        self.name = f"{name}.0"
-        self.transport = transports.make("local", agent_name=self.name, config=config)
-        self.memory = self.transport.allocate(nbytes)
-        slab = Slab(Kind.PAGE, self.memory.data_ptr(), ROW, nbytes // ROW)
-        self.card = make_card(
-            self.transport,
-            agent=self.transport.register([slab]),
-            engine=name,
-            layout=lay_out([StateSpec("probe", 0, Growth.PAGED, ROW)], page_tokens=1),
-            slabs=[slab],
-            rank=0,
-            size=1,
-        )
-        self.seen: list[TransportEvent] = []
-
-    def poll(self) -> None:
-        self.seen += self.transport.poll()
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End]]:
-    made = End("pull-source", SLICE_BYTES + 4 * ROW), End("pull-target", SLICE_BYTES + 4 * ROW)
-    yield made
-    for end in made:
-        end.transport.close()
-
-
-def copies(source: End, target: End, at: int, to: int, nbytes: int) -> Copies:
-    def table(address: int) -> Any:
-        return np.array([[address, nbytes, 0]], np.uint64)
-
-    return Copies(table(source.memory.data_ptr() + at), table(target.memory.data_ptr() + to))
+    with two_ends(TransferConfig(transport="local", direction="get")) as made:
+        yield made
 
 
 def turn(*ends: End, times: int = 20) -> None:

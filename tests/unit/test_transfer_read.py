@@ -4,57 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
+from transfer_ends import ROW, End, copies, two_ends
 
+from splitserve.config import TransferConfig
 from splitserve.errors import TransferError
-from splitserve.spec import Growth, Kind, Slab, StateSpec, lay_out
 from splitserve.transfer.faults import Faults
-from splitserve.transfer.layout import Copies
-from splitserve.transfer.local import SLICE_BYTES, LocalTransport
+from splitserve.transfer.local import SLICE_BYTES
 from splitserve.transfer.paced import Paced
-from splitserve.transfer.port import make_card
-from splitserve.transfer.transport import TransportEvent, Written
-from splitserve.wire import Card
-
-ROW = 1 << 12
-
-
-class End:
-    """One rank's transport and memory."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.transport = LocalTransport(f"{name}.0")
-        self.memory = self.transport.allocate(nbytes)
-        slab = Slab(Kind.PAGE, self.memory.data_ptr(), ROW, nbytes // ROW)
-        self.card: Card = make_card(
-            self.transport,
-            agent=self.transport.register([slab]),
-            engine=name,
-            layout=lay_out([StateSpec("probe", 0, Growth.PAGED, ROW)], page_tokens=1),
-            slabs=[slab],
-            rank=0,
-            size=1,
-        )
+from splitserve.transfer.transport import Transport, TransportEvent, Written
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End]]:
-    made = End("read-source", SLICE_BYTES + 4 * ROW), End("read-target", SLICE_BYTES + 4 * ROW)
-    yield made
-    for end in made:
-        end.transport.close()
+    with two_ends(TransferConfig(transport="local")) as made:
+        yield made
 
 
-def copies(source: End, target: End, at: int, to: int, nbytes: int) -> Copies:
-    def table(address: int) -> np.ndarray:
-        return np.array([[address, nbytes, 0]], np.uint64)
-
-    return Copies(table(source.memory.data_ptr() + at), table(target.memory.data_ptr() + to))
-
-
-def until_written(transport: LocalTransport | Paced, number: int) -> int:
+def until_written(transport: Transport, number: int) -> int:
     """Polls until that one has ended."""
     for polls in range(1, 100):
         events: list[TransportEvent] = transport.poll()
