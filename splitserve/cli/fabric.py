@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from splitserve.cli import report
 from splitserve.config import TransferConfig
@@ -22,31 +22,23 @@ Seats = tuple[tuple[RankSeat, ...], tuple[RankSeat, ...]]
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 where a link is not what it should be. Without a file: one pair, on the first and the last core."""
     found = machine.read()
-    if not args.fabric:
+    file = args.fabric or args.file  # `doctor --fabric FILE` and `doctor FILE --fabric` say the same
+    if not file:
         seats = _lone_pair(found)
         taken, verdict = _measure(TransferConfig(), seats)
         return _say(args, taken, verdict, kept="")
-    loaded = deployment.load(args.fabric, overrides=args.set)
+    loaded = deployment.load(file, overrides=args.set)
     if loaded.hosts.backend != "local":
         raise ConfigError(
-            f"doctor --fabric measures one host, and {args.fabric} is for several",
+            f"doctor --fabric measures one host, and {file} is for several",
             field="hosts",
             fix="measure a file of one host on each; `splitserve verify` tells the lane between hosts",
         )
-    ranks = rank_seats(placement.place(found, loaded))
-    seats = _on_host(ranks[0]), _on_host(ranks[1])
+    seats = rank_seats(placement.place(found, loaded))
     taken, verdict = _measure(loaded.transfer, seats)
-    if seats != ranks:
-        print("not kept for `up`: the ranks' state lies on GPUs, and this was host memory", file=sys.stderr)
-        return _say(args, taken, verdict, kept="")
     path = measured.path_of(loaded)
     measured.keep(measured.of(loaded, found, taken, verdict, seats), path)
     return _say(args, taken, verdict, kept=str(path))
-
-
-def _on_host(ranks: tuple[RankSeat, ...]) -> tuple[RankSeat, ...]:
-    """The same ranks with their cores alone: what is measured is the memory beside those."""
-    return tuple(replace(rank, gpu=-1) for rank in ranks)
 
 
 def _lone_pair(found: Topology) -> Seats:

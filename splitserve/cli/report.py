@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitserve.numa import short_list
-from splitserve.plan.fabric import GET, PUT, Fabric, Verdict
+from splitserve.plan.fabric import GET, HOST, PUT, Fabric, Verdict
 
 Event = dict[str, Any]
 
@@ -131,7 +131,9 @@ def fabric(measured: Fabric, verdict: Verdict) -> list[str]:
     for direction, what in ((PUT, "writes (put)"), (GET, "reads (get)")):
         if any(link.sizes(direction) for link in measured.links):
             lines += [f"GB/s of single {what}, by size", *_columns(*_matrix(measured, direction)), ""]
-    lines.append(f"a copy by one core {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s (medians)")
+    copy = "a copy by one core" if measured.memory == HOST else "a plain copy between them"
+    lines.append(f"{copy} {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s (medians)")
+    lines.append(f"memory: {measured.memory}")
     lines.append(f"direction: {verdict.direction}, {verdict.why}")
     pairs = ", ".join(f"{source} to {target}" for target, source in sorted(verdict.pairing.items()))
     lines.append(f"pairing of ranks with the best slowest link: {pairs}")

@@ -22,7 +22,7 @@ from splitserve.errors import ConfigError
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.pairing import RankSeat, carried
 from splitserve.launch.topology import Topology
-from splitserve.plan.fabric import Fabric, Verdict
+from splitserve.plan.fabric import HOST, Fabric, Verdict
 from splitserve.transfer.probed import probed_word
 
 FORMAT = 1
@@ -52,6 +52,7 @@ class Measured:
     rates: tuple[Rate, ...]
     pairing: dict[str, str]  # decode rank's seat -> prefill rank's
     findings: tuple[str, ...] = ()
+    memory: str = HOST  # what kind the links join, as in Fabric
 
     @property
     def best(self) -> dict[tuple[str, str], float]:
@@ -112,6 +113,7 @@ def of(
         ),
         {targets[t]: sources[s] for t, s in verdict.pairing.items()},
         tuple(f"{f.kind}: {f.text}" for f in verdict.findings),
+        fabric.memory,
     )
 
 
@@ -171,7 +173,8 @@ def note(found: Measured | None, changed: str, deployment: Deployment) -> str:
     again = f"run `splitserve doctor --fabric {deployment.path}` again"
     if changed:
         return f"measured {found.taken}, not used: {changed} changed since; {again}"
-    text = f"measured {found.taken}: {len(found.rates)} pairs, direction {found.direction} ({found.why})"
+    pairs = f"{len(found.rates)} pairs, {found.memory} memory"
+    text = f"measured {found.taken}: {pairs}, direction {found.direction} ({found.why})"
     return "; ".join([text, *found.findings])
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from statistics import median
 
+from splitserve.transfer.lanes import PEER_MEMORY, slow_lane
+
 HALVED = 0.6
 """Of the median link: below it a link is narrower, slower or longer than its neighbours."""
 
@@ -31,6 +33,16 @@ WORTH_READING = 1.25
 """Reads must carry so many times what writes carry to be chosen: a read begins with a message to who reads."""
 
 PUT, GET = "put", "get"
+
+HOST, GPU = "host", "gpu"
+"""Kinds of memory that links join."""
+
+_LANE_FIXES = {
+    HOST: "let the processes share memory: one PID namespace, ptrace allowed (cma), /dev/shm large enough, "
+    'UCX_TLS unset or naming "sm"; on GPUs, cuda_ipc needs peer access',
+    GPU: f"`splitserve doctor` says whether the GPUs reach each other (peers, {PEER_MEMORY}); UCX_TLS and [transfer] "
+    f"ucx must allow {PEER_MEMORY}; both engines in one container, or with --ipc=host and one PID namespace",
+}
 
 _MOST_SEATS = 8  # of which all pairings are tried
 
@@ -75,6 +87,7 @@ class Fabric:
     """All pairs, measured in one run. `same_host`: peers could reach each other's memory; `nics`: the host's cards.
 
     `sources` and `targets` say what the ranks of the links are, "prefill-0 rank 0 (cpus 0)"; empty: numbers will do.
+    `memory` is what was measured: HOST, GPU, or "gpu to host" where the sides differ.
     """
 
     links: tuple[Link, ...]
@@ -84,6 +97,7 @@ class Fabric:
     nics: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    memory: str = HOST
 
     def name(self, link: Link) -> str:
         """One pair as a person reads it."""
@@ -182,20 +196,28 @@ def _fallbacks(fabric: Fabric) -> list[Finding]:
         return []
     found = []
     for link in fabric.links:
-        named = "tcp" in link.lane.lower()
         tcp, copy = link.tcp or fabric.tcp, link.copy or fabric.memcpy
         slow = not copy or link.best < HALVED * copy
-        if named or (tcp and link.best < LIKE_TCP * tcp and slow):
-            why = f"over {link.lane}" if named else "no faster than a socket"
+        lane = _wrong_lane(fabric.memory, link.lane, slow=slow)
+        if lane or (tcp and link.best < LIKE_TCP * tcp and slow):
             found.append(
                 Finding(
                     "fallback",
-                    f"{fabric.name(link)}: {link.best:.2f} GB/s {why}; tcp {tcp:.2f}, copy {copy:.2f}",
-                    "let the processes share memory: one PID namespace, ptrace allowed (cma), /dev/shm large enough, "
-                    'UCX_TLS unset or naming "sm"; on GPUs, cuda_ipc needs peer access',
+                    f"{fabric.name(link)}: {link.best:.2f} GB/s {lane or 'no faster than a socket'}; "
+                    f"tcp {tcp:.2f}, copy {copy:.2f}",
+                    _LANE_FIXES.get(fabric.memory, _LANE_FIXES[HOST]),
                 )
             )
     return found
+
+
+def _wrong_lane(memory: str, lane: str, *, slow: bool) -> str:
+    """What a lane's name gives away, "" for nothing. GPUs without peer access have no better one: only `slow` tells."""
+    if "tcp" in lane.lower():
+        return f"over {lane}"
+    if memory == GPU and slow and slow_lane("", lane):
+        return f"over {lane}, not over {PEER_MEMORY}"
+    return ""
 
 
 def _halved(fabric: Fabric) -> list[Finding]:

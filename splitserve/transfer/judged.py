@@ -35,7 +35,7 @@ class Judged(Around):
         now = self._clock()
         number = self._inner.write(peer, copies, note)
         num_bytes = copies.num_bytes if len(copies) else 0
-        self._expectations.posted(number, peer, self._ranks[peer], num_bytes, now)
+        self._expectations.posted(number, peer, self._ranks[peer], num_bytes, now, pieces=len(copies))
         return number
 
     def poll(self) -> list[TransportEvent]:

@@ -19,6 +19,11 @@ from splitserve.transfer.transport import Slow
 SLOW = 4.0
 """Times the probe's time from which on a write is slow."""
 
+PIECE_S = 8e-6
+"""What NIXL takes for each piece of a write beyond the first: 7-8 us on an H200 with NIXL 1.5.1. The probe's writes are
+one piece, a handoff's may be thousands.
+"""
+
 Pair = tuple[int, int]
 """(rank here, rank of the peer)."""
 
@@ -48,12 +53,13 @@ def parse(words: Sequence[str]) -> dict[Pair, dict[int, float]]:
     return found
 
 
-def expected_s(sizes: Mapping[int, float], nbytes: int) -> float:
-    """Seconds that `nbytes` should take: at the slower of the rates of the sizes around it, as long as the least."""
+def expected_s(sizes: Mapping[int, float], nbytes: int, pieces: int = 1) -> float:
+    """Seconds that `nbytes` in `pieces` runs should take: at the slower of the rates of the sizes around it, as long
+    as the least, and some for each piece more."""
     known = sorted(sizes)
     at = bisect_right(known, nbytes)
     rate = min(sizes[size] for size in known[max(0, at - 1) : at + 1])
-    return max(nbytes, known[0]) / rate / 1e9
+    return max(nbytes, known[0]) / rate / 1e9 + PIECE_S * (pieces - 1)
 
 
 @dataclass
@@ -62,6 +68,8 @@ class _Flight:
     pair: Pair
     queued: int  # its bytes and those under way when it was posted
     nbytes: int
+    pieces: int
+    queued_pieces: int
     posted: float
     unfinished: float  # when it was last seen under way
 
@@ -75,12 +83,15 @@ class Expectations:
         self._sizes = parse(words)
         self._flights: dict[int, _Flight] = {}
 
-    def posted(self, number: int, peer: str, peer_rank: int, nbytes: int, now: float) -> None:
+    def posted(
+        self, number: int, peer: str, peer_rank: int, nbytes: int, now: float, *, pieces: int = 1
+    ) -> None:
         """Write `number` has begun. Those without bytes, and over links that nobody measured, are not judged."""
         pair = (self._rank, peer_rank)
         if nbytes and pair in self._sizes:
             queued = nbytes + sum(f.nbytes for f in self._flights.values())
-            self._flights[number] = _Flight(peer, pair, queued, nbytes, now, now)
+            before = sum(f.pieces for f in self._flights.values())
+            self._flights[number] = _Flight(peer, pair, queued, nbytes, pieces, pieces + before, now, now)
 
     def looked(self, ended: Sequence[int], broken: Sequence[int], now: float) -> list[Slow]:
         """One look at all writes: which have ended, which never will. Returns the slow ones among those that ended."""
@@ -102,7 +113,7 @@ class Expectations:
 
     def _judge(self, flight: _Flight) -> Slow | None:
         took = flight.unfinished - flight.posted
-        usual = expected_s(self._sizes[flight.pair], flight.queued)
+        usual = expected_s(self._sizes[flight.pair], flight.queued, flight.queued_pieces)
         if took <= SLOW * usual:
             return None
         return Slow(flight.peer, flight.queued / took / 1e9, flight.queued / usual / 1e9)

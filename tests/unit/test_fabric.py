@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +21,7 @@ from splitserve.errors import ConfigError
 from splitserve.launch import fabric as measuring
 from splitserve.launch import measured
 from splitserve.launch.deployment import parse
+from splitserve.launch.fabric_end import Spot
 from splitserve.launch.pairing import RankSeat
 from splitserve.launch.topology import Core, Gpu, Node, Topology
 from splitserve.plan.fabric import Fabric, Link, best_order, choose_direction, judge, pair_up
@@ -244,7 +248,7 @@ def test_what_was_measured_is_kept_for_up_and_says_what_has_changed(
     assert measured.find(d) is None
 
 
-def test_rates_of_host_memory_are_not_kept_for_ranks_on_gpus(
+def test_ranks_on_gpus_are_measured_there_and_kept_by_their_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -252,14 +256,104 @@ def test_rates_of_host_memory_are_not_kept_for_ranks_on_gpus(
 
     def measure(config: TransferConfig, *, sources, targets, say) -> Fabric:
         seen.extend(s.seat for s in (*sources, *targets))
-        return Fabric(links({(0, 0): 3.0}, together=2.0), memcpy=4.0, tcp=1.0)
+        memory = measuring.memory_of(sources, targets)
+        return Fabric(links({(0, 0): 3.0}, together=2.0), memcpy=4.0, tcp=1.0, memory=memory)
 
     monkeypatch.setattr(measuring, "measure", measure)
     monkeypatch.setattr("splitserve.launch.topology.read", box)
-    for device, kept in (("cuda", 0), ("cpu", 1)):
+    for device, memory in (("cuda", "gpu"), ("cpu", "host")):
         file = tmp_path / f"{device}.toml"
         file.write_text(f'[deployment]\nmodel = "m"\n[engine]\ndevice = "{device}"\n[prefill]\n[decode]\n')
+        cli.main(["doctor", str(file), "--fabric", "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["fabric"]["memory"] == memory
+        kept = json.loads(Path(told["kept"]).read_text())
+        assert (kept["memory"], kept["rates"][0]["source"]) == (memory, seen[-2])
         cli.main(["doctor", "--fabric", str(file)])
-        assert len(list(tmp_path.glob("splitserve/fabric/*.json"))) == kept
-        assert ("not kept" in capsys.readouterr().err) is (kept == 0)
-    assert seen == ["cpus 0", "cpus 1"] * 2
+        assert f"memory: {memory}" in capsys.readouterr().out
+    assert seen == ["gpu 0", "gpu 1"] * 2 + ["cpus 0", "cpus 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("lane", "best", "found"),
+    [
+        ("cuda_ipc/cuda", 300.0, False),
+        ("cuda_ipc/cuda", 0.4, True),
+        ("cma/memory", 0.4, True),
+        ("cma/memory", 15.0, False),  # no peer access: a plain copy is no faster
+        ("unknown", 300.0, False),
+        ("tcp/lo", 15.0, True),
+    ],
+)
+def test_a_lane_between_gpus_that_is_not_peer_memory_is_a_fallback_where_a_plain_copy_is_faster(
+    lane: str, best: float, found: bool
+) -> None:
+    copy = 20.0 if best == 15.0 else 380.0
+    link = replace(links(square(1, best), lane=lane)[0], copy=copy, tcp=3.0)
+    fabric = Fabric((link,), copy, 3.0, memory="gpu")
+    assert ("fallback" in kinds(fabric)) is found
+    if found:
+        assert "cuda_ipc" in judge(fabric).findings[0].fix
+
+
+def test_ends_see_the_gpus_of_their_engine_and_pairs_with_a_gpu_have_a_copy_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two engines of two GPUs that pretend: what each process is told, and whose rates land in which link."""
+    spots: dict[str, tuple[Spot, Any]] = {}
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.due: list[tuple[Any, ...]] = []
+
+        def post(self, op: str, *args: Any) -> None:
+            self.due.append((op, *args))
+
+        def answer(self, within_s: float = 0.0) -> Any:
+            return self.call(*self.due.pop(0)) if self.due else None
+
+        def call(self, op: str, *args: Any) -> Any:
+            if op == "rate":
+                return 100.0 * args[0] + args[1]
+            if op == "move_until":
+                return [1.0] * len(args[1])
+            return {"copy": 7.0, "move": 3.0, "lane": "cuda_ipc", "tcp": 1.0, "listen": 1}.get(op)
+
+    @contextmanager
+    def child(who: str, name: str, make: Any, spot: Spot) -> Iterator[Fake]:
+        spots[who] = spot, make
+        yield Fake(who)
+
+    monkeypatch.setattr(measuring, "_child", child)
+    found = measuring.measure(
+        TransferConfig(transport="nixl", direction="get"),
+        sources=[RankSeat("prefill-0", r, (r,), (5, 2)[r]) for r in range(2)],
+        targets=[RankSeat("decode-0", 0, (2,), 3), RankSeat("decode-1", 0, (3,))],
+        say=lambda _: None,
+    )
+    assert spots["plain copies"][0].gpus == (5, 2, 3)
+    assert spots["source prefill-0 rank 1 (gpu 2)"][0] == Spot((1,), (5, 2), 1)
+    assert spots["target decode-0 rank 0 (gpu 3)"][0] == Spot((2,), (3,), 0)
+    spot, make = spots["target decode-1 rank 0 (cpus 3)"]
+    assert (spot, make.args[-1]) == (Spot((3,)), -1)
+    assert make.args[1].direction == "put"
+    copies = {(link.source, link.target): link.copy for link in found.links}
+    assert copies == {(0, 0): 2.0, (0, 1): -1.0, (1, 0): 102.0, (1, 1): 99.0}
+    assert found.memory == "gpu to gpu or host"
+
+
+def test_a_gpu_that_is_not_there_is_an_error_of_its_rank_and_no_hang() -> None:
+    with pytest.raises(ConfigError, match=r"plain copies: .*no GPU"):
+        measuring.measure(
+            TransferConfig(transport="nixl"),
+            sources=[RankSeat("prefill-0", 0, (), 0)],
+            targets=[RankSeat("decode-0", 0, (), 1)],
+            say=lambda _: None,
+        )
+
+
+def test_plain_copies_have_a_rate() -> None:
+    from splitserve.engine.yardstick import copy_rate
+
+    assert copy_rate(-1, -1, 1 << 20, 0.01) > 0

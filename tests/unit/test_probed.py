@@ -69,6 +69,19 @@ def test_who_looks_late_does_not_blame_the_link():
     assert judge(0.001, 5.0) == []
 
 
+def test_a_write_of_many_pieces_may_take_its_time():
+    e = Expectations(0, WORDS)
+    e.posted(1, "p", 0, 2 * MB, 0.0, pieces=1000)  # 1 ms for its bytes and 8 for its pieces
+    e.posted(2, "p", 0, 2 * MB, 0.0)  # behind them
+    assert e.looked([], [], 0.030) == []
+    assert e.looked([1], [], 0.031) == []
+    assert e.looked([2], [], 0.032) == []
+    e.posted(3, "p", 0, 2 * MB, 1.0, pieces=1000)
+    assert e.looked([], [], 1.050) == []
+    (slow,) = e.looked([3], [], 1.051)
+    assert slow.rate == pytest.approx(2 * MB / 0.05 / 1e9)
+
+
 def test_bytes_in_the_way_count():
     e = Expectations(0, WORDS)
     e.posted(1, "p", 0, 16 * MB, 0.0)

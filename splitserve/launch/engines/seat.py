@@ -6,6 +6,7 @@ into the command line and environment of another engine's server. Pure: nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,11 +128,16 @@ def ucx_settings(transfer: TransferConfig) -> dict[str, str]:
 
 
 def gpu_settings(seat: Seat) -> dict[str, str]:
-    """The GPUs it may see, in the order of its ranks.
+    """The GPUs it may see, in the order of its ranks."""
+    return visible(seat.gpus)
+
+
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    """Environment of a process that sees these GPUs, in this order; {} for none.
 
     The numbers are NVML's, which follow the bus; CUDA's own order is the fastest first, another one in a mixed box.
     """
-    if not seat.gpus:
+    if not gpus:
         return {}
-    seen = dict.fromkeys(seat.gpus)  # CUDA stops reading at a number that it has met before
+    seen = dict.fromkeys(gpus)  # CUDA stops reading at a number that it has met before
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
