@@ -118,6 +118,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     total_pages: int
     quarantined_pages: int
     counters: dict[str, float]
+    lanes: tuple[str, ...] = ()  # what carries state from here to peers, as far as any has
     slow_writes: dict[str, int] = {}  # by pair of ranks: writes far slower than the fabric doctor's
 
 

@@ -109,10 +109,11 @@ def status(args: argparse.Namespace) -> int:
         time.sleep(FOLLOW_PAUSE_S)
         states = _states(args.name)[0]
     for state in states:
+        _add_loads(state)
         age = _duration(time.time() - state["since"])
         answers = "ready" if state["ready"] else "not ready (no token comes through a pair)"
         lines.append(f"{state['name']}: {state['overall']} and {answers}, started {age} ago, {state['url']}")
-        lines += [*report.table(state), ""]
+        lines += [*report.table(state), "", *report.loads(state)]
     if not states:
         lines.append(f"nothing is up{f' under the name {args.name}' if args.name else ''}")
     _print(args, {"deployments": states}, lines)
@@ -322,6 +323,27 @@ def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
         at = urlsplit(state["url"])
         state["ready"] = asyncio.run(probe.ask(str(at.hostname), at.port or 80)).ready
     return states, ended
+
+
+def _add_loads(state: dict[str, Any]) -> None:
+    """To each engine what it does, as its router has it: "load" and "tokens_per_s"; {} where that is not known."""
+    at = urlsplit(state["url"])
+    told = asyncio.run(probe.workers(str(at.hostname), at.port or 80, _first_key(state["api_key_file"])))
+    known = {(w.get("id"), urlsplit(str(w.get("url"))).port): w for w in told}
+    for process in state["processes"]:
+        worker = known.get((process["name"], process["ports"].get("http")), {})
+        process["load"] = worker.get("load", {}) if worker.get("is_healthy") else {}
+        process["tokens_per_s"] = worker.get("tokens_per_s", {})
+
+
+def _first_key(path: str) -> str:
+    """Of the router's API keys; "" where there are none or they are not ours to read."""
+    from splitserve.router.main import read_keys
+
+    try:
+        return next(iter(read_keys(path)), b"").decode()
+    except ConfigError:
+        return ""
 
 
 def _waits_for(states: list[dict[str, Any]]) -> str:

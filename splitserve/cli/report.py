@@ -190,6 +190,30 @@ def table(state: dict[str, Any]) -> list[str]:
     return _columns((*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)])
 
 
+def loads(state: dict[str, Any]) -> list[str]:
+    """What the engines of one deployment do, one line each and an empty one; nothing where the router does not tell."""
+    rows = []
+    for p in state["processes"]:
+        load, rates = p["load"], p["tokens_per_s"]
+        if not load:
+            continue
+        total = load["total_pages"]
+        used = f"{1 - load['free_pages'] / total:.0%}" if total else "-"
+        rows.append(
+            (
+                p["name"],
+                str(load["num_running"]),
+                str(load["num_waiting"]),
+                used,
+                f"{rates['prompt']:.0f}",
+                f"{rates['output']:.0f}",
+                load["lane"] or "-",
+            )
+        )
+    head = ("engine", "running", "waiting", "state used", "prompt tok/s", "output tok/s", "lane")
+    return [*_columns(head, rows), ""] if rows else []
+
+
 def _columns(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [

@@ -75,6 +75,7 @@ class Controls:
             total_pages=cache.num_pages,
             quarantined_pages=cache.num_quarantined,
             counters=counters,
+            lanes=self._transfers.used_lanes() if self._transfers else (),
             slow_writes=self._transfers.slow_writes() if self._transfers else {},
         )
 

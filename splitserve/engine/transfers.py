@@ -139,9 +139,13 @@ class Transfers:
         """For each peer met, what carries the bytes."""
         return self._ports.port.lanes()
 
+    def used_lanes(self) -> tuple[str, ...]:
+        """What has carried bytes from here to peers so far, each once."""
+        return self._ports.port.seen_lanes.used()
+
     def slow_lanes(self) -> dict[str, str]:
         """Peers on GPUs of this host whose memory is not written directly, and what was warned of."""
-        return self._ports.port.slow_lanes()
+        return dict(self._ports.port.seen_lanes.slow)
 
     def slow_writes(self) -> dict[str, int]:
         """By pair of ranks, writes that took far longer than the fabric doctor's, of all ranks here."""

@@ -1,4 +1,4 @@
-"""One question over HTTP, asked by the supervisor and by `status`: is the router /ready? No client beyond that."""
+"""Two questions over HTTP to the router: is it /ready, and what do its /workers do? No client beyond that."""
 
 from __future__ import annotations
 
@@ -27,20 +27,38 @@ class Readiness:
 
 async def ask(host: str, port: int, *, timeout_s: float = TIMEOUT_S) -> Readiness:
     """What GET /ready says; not ready where nobody answers in time."""
+    status, body = await _get(host, port, "/ready", timeout_s=timeout_s)
+    return Readiness(status == 200, _hopeless(body))
+
+
+async def workers(host: str, port: int, key: str, *, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
+    """What GET /workers says of the engines; nothing where the router does not answer, or not to this key."""
+    status, body = await _get(host, port, "/workers", key=key, timeout_s=timeout_s)
+    try:
+        told: Any = json.loads(body)["workers"] if status == 200 else []
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [w for w in told if isinstance(w, dict)]
+
+
+async def _get(host: str, port: int, path: str, *, timeout_s: float, key: str = "") -> tuple[int, bytes]:
+    """(status, body); 0 where nobody answers in time."""
+    lines = [f"GET {path} HTTP/1.1", f"Host: {reach(host)}:{port}", "Connection: close"]
+    lines += [f"Authorization: Bearer {key}"] if key else []
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(reach(host), port)
             try:
-                writer.write(
-                    f"GET /ready HTTP/1.1\r\nHost: {reach(host)}:{port}\r\nConnection: close\r\n\r\n".encode()
-                )
-                status = await reader.readline()
-                rest = await reader.read(_MOST_BYTES)
+                writer.write("\r\n".join([*lines, "", ""]).encode())
+                status = (await reader.readline()).split()[1:2]
+                answer = b""
+                while len(answer) < _MOST_BYTES and (piece := await reader.read(_MOST_BYTES)):
+                    answer += piece
             finally:
                 writer.close()
+        return int(status[0]) if status else 0, answer.partition(b"\r\n\r\n")[2]
     except (OSError, TimeoutError, ValueError):
-        return Readiness()
-    return Readiness(status.split()[1:2] == [b"200"], _hopeless(rest.partition(b"\r\n\r\n")[2]))
+        return 0, b""
 
 
 def _hopeless(body: bytes) -> str:

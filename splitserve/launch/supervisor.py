@@ -151,6 +151,7 @@ class Supervisor:
             "why": self._lifecycle.why,
             "since": self._since,
             "url": self.url,
+            "api_key_file": os.path.abspath(keys) if (keys := self._deployment.router.api_key_file) else "",
             "stop_within_s": self._deployment.config.drain_s + 2 * self._deployment.config.kill_after_s,
             "supervisor": asdict(own) if own else {},
             "processes": [self._process_state(name) for name in self._specs],

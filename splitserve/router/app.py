@@ -321,4 +321,5 @@ def describe(member: Member, now: float) -> dict[str, Any]:
         "circuit": member.circuit.state(now),
         "num_inflight": member.num_inflight,
         "load": msgspec.to_builtins(member.load),
+        "tokens_per_s": member.tokens_per_s,
     }

@@ -21,6 +21,8 @@ from splitserve.errors import ConfigError, InvariantError, NotFound
 from splitserve.net.upstream import Origin, split_url
 from splitserve.types import Role
 
+from .rates import Rate
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -47,13 +49,21 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """What an engine last said of itself (/get_load). Zeros where it does not say."""
+    """What an engine last said of itself. Zeros where it does not say.
+
+    `prompt_tokens` (computed, not taken from a cache or a peer) and `output_tokens` are totals of its life; an engine
+    that tells no total of its output may tell a rate, in tokens a second. `lane`: what carries its state to peers.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     queued_tokens: int = 0
     free_pages: int = 0
     total_pages: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    output_per_s: float = 0.0
+    lane: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,8 @@ class Member:
     num_bad: int = 0  # health checks failed in a row
     problem: str = "not checked yet"
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    prompt_rate: Rate = field(default_factory=Rate)
+    output_rate: Rate = field(default_factory=Rate)
     bootstrap_port: int | None = None
     num_inflight: int = 0  # requests of this router
     inflight_cost: int = 0  # their work, in policy blocks
@@ -127,6 +139,14 @@ class Member:
     def pressure(self) -> int:
         """Requests at the engine as well as this router can know."""
         return self.num_inflight + self.num_others
+
+    @property
+    def tokens_per_s(self) -> dict[str, float]:
+        """Of prompts computed and of output, over the last seconds."""
+        return {
+            "prompt": self.prompt_rate.per_s,
+            "output": self.output_rate.per_s or self.load.output_per_s,
+        }
 
     def full(self, max_queued_tokens: int) -> bool:
         """Whether one more request would only wait: too many prompt tokens queued, or no pages and others waiting."""
@@ -229,12 +249,16 @@ class Fleet:
 
     # -------------------------------------------------------------- health and proof
 
-    def healthy(self, member: Member, load: LoadSnapshot, *, bootstrap_port: int | None = None) -> bool:
+    def healthy(
+        self, member: Member, load: LoadSnapshot, *, bootstrap_port: int | None = None, now: float = 0.0
+    ) -> bool:
         """A health check succeeded. True when the member was not healthy before."""
         was = member.healthy
         self.version += 1
         member.healthy, member.num_bad, member.problem = True, 0, ""
         member.load = load
+        member.prompt_rate.tell(load.prompt_tokens, now)
+        member.output_rate.tell(load.output_tokens, now)
         member.num_others = max(0, load.num_running + load.num_waiting - member.num_inflight)
         if bootstrap_port is not None and member.endpoint.bootstrap_port is None:
             member.bootstrap_port = bootstrap_port

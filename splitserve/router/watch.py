@@ -7,6 +7,7 @@ machine answers late.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ class Watch:
             if self._fleet.unhealthy(member, e.message, certain=isinstance(e, Unreachable)):
                 _log.warning("%s at %s is down: %s", member.id, url, e.message)
             return
-        if self._fleet.healthy(member, load, bootstrap_port=port):
+        if self._fleet.healthy(member, load, bootstrap_port=port, now=time.monotonic()):
             _log.info("%s at %s is up", member.id, url)
         self._prove_missing()
 

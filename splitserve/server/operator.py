@@ -195,6 +195,7 @@ class Operator:
         }
         if load:
             entry |= {f: getattr(load, f) for f in load.__struct_fields__ if f != "counters"}
+            entry |= {f: int(load.counters.get(f, 0)) for f in ("prompt_tokens", "output_tokens")}
         responder.send_json(200, [entry])
 
     # ------------------------------------------------------------------ text

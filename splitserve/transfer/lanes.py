@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from splitserve.wire import Card
 
 PEER_MEMORY = "cuda_ipc"
@@ -26,6 +28,32 @@ def slow_lane(peer: str, lane: str) -> str:
         "`nvidia-smi topo -p2p w` says whether the GPUs have peer access; if they have, let [transfer] ucx and UCX_TLS "
         f"allow {PEER_MEMORY}, and start both engines in one container with its IPC namespace"
     )
+
+
+class SeenLanes:
+    """The lane to each peer that bytes have gone to: asked once, since reading lanes is slow and none is known before.
+
+    `slow` has peers whose memory on a GPU is not reached as peer memory, and what is to be said of it.
+    """
+
+    def __init__(self) -> None:
+        self.slow: dict[str, str] = {}
+        self._lanes: dict[str, str] = {}
+
+    def look(self, mine: Card, theirs: Card, read: Callable[[], Mapping[str, str]]) -> str:
+        """What to warn of at the first look at this peer, else ""."""
+        peer = theirs.agent_name
+        if peer in self._lanes:
+            return ""
+        self._lanes[peer] = lane = read().get(peer, "")
+        why = slow_lane(peer, lane) if on_one_host(mine, theirs) else ""
+        if why:
+            self.slow[peer] = why
+        return why
+
+    def used(self) -> tuple[str, ...]:
+        """What has carried bytes from here so far, each once."""
+        return tuple(sorted({lane for lane in self._lanes.values() if lane not in ("", "unknown")}))
 
 
 def _on_gpu(card: Card) -> bool:

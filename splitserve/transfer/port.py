@@ -45,7 +45,7 @@ from splitserve.transfer.events import (
     WriteOrder,
 )
 from splitserve.transfer.faults import Faults
-from splitserve.transfer.lanes import on_one_host, slow_lane
+from splitserve.transfer.lanes import SeenLanes
 from splitserve.transfer.layout import Link
 from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import host_id, start_ticks
@@ -151,7 +151,7 @@ class Port:
             weights=weights,
         )
         self.digests: Digests = HostDigests(slabs)  # replaced where the slabs do not lie in host memory
-        self._slow_lanes: dict[str, str] = {}  # by peer: what was warned of, "" where its lane is good
+        self.seen_lanes = SeenLanes()
         self._faults = faults
         self._peers: dict[str, _Peers] = {}  # that we may write to
         self._sources: dict[str, dict[Pair, Link]] = {}  # that write to us
@@ -365,19 +365,11 @@ class Port:
     def lanes(self) -> dict[str, str]:
         return self._transport.lanes()
 
-    def slow_lanes(self) -> dict[str, str]:
-        """Peers whose memory on a GPU is not reached as peer memory, and what was said about it."""
-        return {peer: why for peer, why in self._slow_lanes.items() if why}
-
     def _look_at_lanes(self, engine: str) -> None:
         """Once for each peer, after its first bytes: reading lanes is slow, and none is known before."""
         peers = self._peers.get(engine)
         for card in peers.cards if peers else ():
-            name = card.agent_name
-            if name in self._slow_lanes or not on_one_host(self.card, card):
-                continue
-            self._slow_lanes[name] = why = slow_lane(name, self.lanes().get(name, ""))
-            if why:
+            if why := self.seen_lanes.look(self.card, card, self.lanes):
                 _log.warning("%s", why)
 
     def fds(self) -> list[int]:

@@ -212,6 +212,18 @@ def test_two_checkpoints_of_one_shape_never_make_a_pair(model: Path, tmp_path: P
         mismatched.close()
 
 
+def test_status_tells_load_rates_and_lane_of_each_engine(pair: Deployment) -> None:
+    pair.generate(list(range(3, 60)), 8)
+
+    def shown() -> bool:
+        processes = json.loads(pair.run("status", "--json").stdout)["deployments"][0]["processes"]
+        prefill, decode, _ = (p["load"] for p in processes)
+        return prefill["prompt_tokens"] > 0 < decode["output_tokens"] and bool(prefill["lane"])
+
+    until("status has heard of it", shown)
+    assert "output tok/s" in pair.run("status").stdout
+
+
 @pytest.mark.slow
 def test_a_prompt_of_twenty_thousand_tokens_crosses(tmp_path: Path) -> None:
     long = write_chat_checkpoint(tmp_path / "long", max_position_embeddings=32768)

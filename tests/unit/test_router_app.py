@@ -519,6 +519,11 @@ def test_fuzzed_bodies_no_500_no_hang() -> None:
         (b'[{"dp_rank":0,"num_reqs":5,"num_waiting_reqs":2},{"num_reqs":1}]', LoadSnapshot(4, 2)),
         (b'{"num_reqs":3,"queued_tokens":7,"free_pages":1,"total_pages":9}', LoadSnapshot(3, 0, 7, 1, 9)),
         (b'[{"num_reqs":-5,"num_waiting_reqs":"x","queued_tokens":true,"free_pages":1e99}]', LoadSnapshot()),
+        (
+            b'[{"num_reqs":1,"prompt_tokens":9,"output_tokens":4,"lanes":["cma","tcp/lo"]},{"lanes":["cma"]}]',
+            LoadSnapshot(1, prompt_tokens=9, output_tokens=4, lane="cma, tcp/lo"),
+        ),
+        (b'{"num_reqs":1,"lanes":"cma"}', LoadSnapshot(1)),
         (b"no json", LoadSnapshot()),
         (b"null", LoadSnapshot()),
         (b"[1,[2]]", LoadSnapshot()),

@@ -263,13 +263,22 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:prompt_tokens_total{engine="0"} 100.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 30.0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 70.0
+vllm:prompt_tokens_by_source_created{engine="0",source="local_compute"} 1.79e+09
 vllm:generation_tokens_total{engine="0"} 7
+vllm:generation_tokens_total{engine="1"} 2.0
 """
 
 
 def test_vllm_load_is_read_from_its_metrics() -> None:
     vllm = dialect("vllm")
-    assert vllm.load(ClientResponse(200, {}, METRICS)) == LoadSnapshot(3, 2, 0, 750, 1000)
+    assert vllm.load(ClientResponse(200, {}, METRICS)) == LoadSnapshot(
+        3, 2, 0, 750, 1000, prompt_tokens=30, output_tokens=9
+    )
+    older = b"vllm:prompt_tokens_total 100\nvllm:generation_tokens_total -1\n"
+    assert vllm.load(ClientResponse(200, {}, older)) == LoadSnapshot(prompt_tokens=100)
     assert vllm.load(ClientResponse(200, {}, b"vllm:num_requests_running nonsense\n\xff")) == LoadSnapshot()
     assert vllm.load(ClientResponse(404, {}, b"")) == LoadSnapshot()
 
@@ -280,9 +289,12 @@ def test_vllm_load_is_read_from_its_metrics() -> None:
 def test_sglang_load_is_the_sum_over_its_ranks() -> None:
     entry = {"dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1, "num_waiting_uncached_tokens": 70}
     entry |= {"num_used_tokens": 100, "max_total_num_tokens": 400, "token_usage": 0.25}
+    entry |= {"total_prefill_uncached_tokens": 5000, "gen_throughput": 12.5}
     body = json.dumps({"version": "0.5.23", "loads": [entry, entry]}).encode()
     sglang = dialect("sglang")
-    assert sglang.load(ClientResponse(200, {}, body)) == LoadSnapshot(4, 2, 140, 600, 800)
+    assert sglang.load(ClientResponse(200, {}, body)) == LoadSnapshot(
+        4, 2, 140, 600, 800, prompt_tokens=10000, output_per_s=25.0
+    )
     for wrong in (b"", b"[]", b'{"loads":[{"num_running_reqs":"x"}]}'):
         assert sglang.load(ClientResponse(200, {}, wrong)) == LoadSnapshot()
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from splitserve.errors import ConfigError, InvariantError, NotFound
 from splitserve.router.fleet import Endpoint, Fleet, LoadSnapshot, Member, Reject, Route
 from splitserve.router.policy import Chooser, Features
+from splitserve.router.rates import Rate
 from splitserve.types import Role
 
 
@@ -33,6 +34,32 @@ def test_the_same_url_twice() -> None:
     fleet.add(Endpoint("http://h:1", Role.DECODE))
     with pytest.raises(ConfigError, match="decode-0"):
         fleet.add(Endpoint("http://h:1", Role.PREFILL))
+
+
+def test_rates_are_of_the_last_seconds_and_of_this_life() -> None:
+    rate = Rate()
+    assert rate.per_s == 0.0
+    for second in range(60):
+        rate.tell(100 * second if second < 30 else 3000, float(second))
+        if second == 20:
+            assert rate.per_s == pytest.approx(100.0)
+    assert rate.per_s == 0.0  # nothing came for longer than the window
+    rate.tell(4000, 60.0)
+    assert rate.per_s == pytest.approx(1000 / 10)
+    rate.tell(5, 61.0)  # a new life
+    assert rate.per_s == 0.0
+    rate.tell(25, 62.0)
+    assert rate.per_s == pytest.approx(20.0)
+    rate.tell(25, 62.0)
+    assert rate.per_s == pytest.approx(20.0)
+
+
+def test_an_engine_without_totals_tells_its_own_rate() -> None:
+    fleet = Fleet()
+    member = fleet.add(Endpoint("http://h:1", Role.DECODE))
+    fleet.healthy(member, LoadSnapshot(prompt_tokens=10, output_per_s=7.5), now=1.0)
+    fleet.healthy(member, LoadSnapshot(prompt_tokens=40, output_per_s=8.5), now=3.0)
+    assert member.tokens_per_s == {"prompt": 15.0, "output": 8.5}
 
 
 def test_unknown_ids_name_the_known_ones() -> None:

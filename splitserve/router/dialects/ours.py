@@ -12,6 +12,17 @@ from ..fleet import LoadSnapshot, Route
 from ..rewrite import Prepared
 from . import Opening
 
+_SUMMED = (
+    "num_reqs",
+    "num_waiting_reqs",
+    "queued_tokens",
+    "free_pages",
+    "total_pages",
+    "prompt_tokens",
+    "output_tokens",
+)
+"""Of /get_load; from the third on as in LoadSnapshot."""
+
 GENERATE = b'{"text":"Hello","sampling_params":{"max_new_tokens":1,"temperature":0}}'
 
 
@@ -47,13 +58,15 @@ def read_load(answer: ClientResponse) -> LoadSnapshot:
         decoded = msgspec.json.decode(answer.body) if answer.status == 200 else None
     except msgspec.DecodeError:
         decoded = None
-    entries = decoded if isinstance(decoded, list) else [decoded]
-    sums = dict.fromkeys(("num_reqs", "num_waiting_reqs", "queued_tokens", "free_pages", "total_pages"), 0)
+    entries = [e for e in (decoded if isinstance(decoded, list) else [decoded]) if isinstance(e, dict)]
+    sums = dict.fromkeys(_SUMMED, 0)
     for entry in entries:
         for name in sums:
-            value = entry.get(name) if isinstance(entry, dict) else None
+            value = entry.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15:
                 sums[name] += int(value)
     waiting = sums["num_waiting_reqs"]
     running = max(0, sums["num_reqs"] - waiting)
-    return LoadSnapshot(running, waiting, sums["queued_tokens"], sums["free_pages"], sums["total_pages"])
+    lanes = {lane for e in entries if isinstance(told := e.get("lanes"), list) for lane in map(str, told)}
+    rest = {name: sums[name] for name in _SUMMED[2:]}
+    return LoadSnapshot(running, waiting, **rest, lane=", ".join(sorted(lanes)))

@@ -41,6 +41,8 @@ class _Load(msgspec.Struct):
     num_waiting_uncached_tokens: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
+    total_prefill_uncached_tokens: int = 0
+    gen_throughput: float = 0.0
 
 
 class _Loads(msgspec.Struct):
@@ -97,6 +99,8 @@ class Sglang:
             queued_tokens=sum(e.num_waiting_uncached_tokens for e in loads),
             free_pages=max(0, total - sum(e.num_used_tokens for e in loads)),
             total_pages=total,
+            prompt_tokens=sum(e.total_prefill_uncached_tokens for e in loads),
+            output_per_s=sum(e.gen_throughput for e in loads),
         )
 
 

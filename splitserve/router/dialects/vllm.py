@@ -125,7 +125,18 @@ def request_id(route: Route) -> bytes:
     return f"x-request-id: ___prefill_addr_{prefill}___decode_addr_{decode}_{uuid.uuid4().hex}\r\n".encode()
 
 
-_GAUGES = {b"vllm:num_requests_running": "running", b"vllm:num_requests_waiting": "waiting"}
+_SUMMED = {
+    b"vllm:num_requests_running": "running",
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:prompt_tokens_total": "prompt",
+    b"vllm:generation_tokens_total": "output",
+}
+_BY_SOURCE = b"vllm:prompt_tokens_by_source_total"
+_COMPUTED = b'source="local_compute"'
+"""Of all prompt tokens those that it computed itself: decode counts the others, too."""
+
+_MOST = 1e15
+
 _USAGE = b"vllm:kv_cache_usage_perc"
 _PER_MILLE = 1000
 """vLLM tells which share of its blocks is taken, not how many there are."""
@@ -133,23 +144,36 @@ _PER_MILLE = 1000
 
 def read_metrics(text: bytes) -> LoadSnapshot:
     """The load in vLLM's Prometheus text, summed over its engines; zeros where it is silent."""
-    sums = {"running": 0.0, "waiting": 0.0}
+    sums = dict.fromkeys((*_SUMMED.values(), "computed"), 0.0)
     usage: list[float] = []
+    knows_sources = False
     for line in text.splitlines():
-        if not line.startswith(b"vllm:"):
-            continue
         name = line.partition(b"{")[0].partition(b" ")[0]
-        if name not in _GAUGES and name != _USAGE:
+        if name not in _SUMMED and name not in (_USAGE, _BY_SOURCE):
             continue
-        try:
-            value = float(line.rpartition(b" ")[2])
-        except ValueError:
-            continue
+        value = _number(line.rpartition(b" ")[2])
         if name == _USAGE:
             usage.append(value)
-        else:
-            sums[_GAUGES[name]] += value
+        elif name in _SUMMED:
+            sums[_SUMMED[name]] += value
+        elif _COMPUTED in line:
+            knows_sources = True
+            sums["computed"] += value
     free = round(_PER_MILLE * (1 - sum(usage) / len(usage))) if usage else 0
     return LoadSnapshot(
-        int(sums["running"]), int(sums["waiting"]), 0, max(0, free), _PER_MILLE if usage else 0
+        num_running=int(sums["running"]),
+        num_waiting=int(sums["waiting"]),
+        free_pages=max(0, free),
+        total_pages=_PER_MILLE if usage else 0,
+        prompt_tokens=int(sums["computed" if knows_sources else "prompt"]),
+        output_tokens=int(sums["output"]),
     )
+
+
+def _number(word: bytes) -> float:
+    """0.0 for what is none, or none that could be counted."""
+    try:
+        value = float(word)
+    except ValueError:
+        return 0.0
+    return value if 0.0 <= value < _MOST else 0.0
