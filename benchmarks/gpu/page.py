@@ -37,7 +37,9 @@ def show(console: Console, stages: Stages) -> None:
     for name, draw in (("topology", _topology), ("fabric", _fabric), ("handoff", _handoff)):
         if name in stages:
             draw(console, stages[name]["found"])
-    for name in ("short", "long"):
+    if "busy" in stages:
+        _busy(console, stages["busy"]["found"])
+    for name in ("first", "short", "long"):
         if name in stages:
             print_report(console, dict(stages[name]["found"]))
 
@@ -66,7 +68,7 @@ def _fabric(console: Console, found: Mapping[str, Any]) -> None:
         rows.append([f"prefill {s}", *cells])
     _table(
         console,
-        "fabric, GB/s alone (all at once), host memory",
+        f"fabric, GB/s alone (all at once), {found['fabric'].get('memory', 'host')} memory",
         ["", *(f"decode {t}" for t in targets)],
         rows,
     )
@@ -100,6 +102,27 @@ def _handoff(console: Console, found: Mapping[str, Any]) -> None:
     _table(
         console, "handoffs of lone prompts: bytes over the time in which a write was under way", head, rows
     )
+
+
+def _busy(console: Console, found: Mapping[str, Any]) -> None:
+    """The gaps between tokens of the same load, alone and beside prompts."""
+    gaps = {name: _gaps(found[name]) for name in ("idle", "loaded")}
+    rows = [[name, *(f"{gaps[name][f]:.2f}" for f in GAPS)] for name in gaps]
+    rows.append(["loaded / idle", *(f"{gaps['loaded'][f] / gaps['idle'][f]:.2f}" for f in GAPS)])
+    _table(
+        console,
+        f"gaps between tokens, ms, {found['concurrency']} at once: alone, and while long prompts come in",
+        ["", *GAPS],
+        rows,
+    )
+
+
+GAPS = ("median", "p90", "p99")
+
+
+def _gaps(bench: Mapping[str, Any]) -> Mapping[str, float]:
+    (run,) = bench["results"]
+    return {f: 1000 * run["itl_s"][f] for f in GAPS}
 
 
 def rate_of(sent: Mapping[str, Any]) -> float:

@@ -1,15 +1,18 @@
-"""Does the split pay on a box of four or eight GPUs? Everything about it, by one command.
+"""Does the split pay on a box of two, four or eight GPUs? Everything about it, by one command.
 
     python -m benchmarks.gpu.split --box x8 [--out DIR] [--model DIR] [--stages fabric,handoff,short,long]
     python -m benchmarks.gpu.split --box x8 --tiny       the same on a CPU: a model of 6 MB, ranks over gloo
 
     box   file                           split        rivals
+    x2    deploy/gpu-1p1d.toml           1 + 1        TP2, 2 x 1        (the 36 layers that fit one GPU)
     x4    deploy/v4-flash-h200-x4.toml   TP2 + TP2    TP4, 2 x TP2
     x8    deploy/v4-flash-h200-x8.toml   TP4 + TP4    TP8, 2 x TP4
 
     topology   the machine, and where every process would go
-    fabric     `doctor --fabric`: each prefill rank to each decode rank, alone and all at once (host memory)
+    fabric     `doctor --fabric`: each prefill rank to each decode rank, alone and all at once
     handoff    the split brought up: what each process is bound to, then lone prompts and what their handoffs took
+    first      `compare` of split and replicas, 8,192 tokens in and 2 out, one at a time: what a handoff adds
+    busy       the split's tokens, 256 in and 256 out, alone and while prompts of 8,192 tokens come in
     short      `compare` with 256 tokens in and 256 out
     long       `compare` with 8,192 in and 1,024 out
 
@@ -32,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,11 @@ from splitserve.launch import stage as deployed
 from splitserve.launch.stage import PROGRAM
 from splitserve.net.client import Client
 
-FILES = {"x4": "deploy/v4-flash-h200-x4.toml", "x8": "deploy/v4-flash-h200-x8.toml"}
+FILES = {
+    "x2": "deploy/gpu-1p1d.toml",
+    "x4": "deploy/v4-flash-h200-x4.toml",
+    "x8": "deploy/v4-flash-h200-x8.toml",
+}
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 30.0
 
@@ -62,9 +69,11 @@ class Scale:
     repeats: int = 3
     handoffs: tuple[int, ...] = (256, 1024, 8192)  # prompt lengths
     per_length: int = 8
+    busy: int = 8  # requests at once of the stage of that name
 
 
 FULL = Scale(("--layers", "43"), {})
+HALF = replace(FULL, shape=("--layers", "36"), concurrency="1,8,16")
 TINY = Scale(
     # Four output groups, so that four ranks can share them.
     ("--tiny", "--set", "o_groups=4"),
@@ -81,6 +90,7 @@ TINY = Scale(
     repeats=1,
     handoffs=(100, 300),
     per_length=2,
+    busy=2,
 )
 
 
@@ -150,15 +160,53 @@ class Box:
             if s["room"] in received
         ]
 
+    def first(self) -> dict[str, Any]:
+        tokens = ("--input-len", str(self.scale.long[0]), "--output-len", "2", "--concurrency", "1")
+        return self._compare(*tokens, "--arms", "split,replicas", "--num", str(2 * self.scale.per_length))
+
+    def busy(self) -> dict[str, Any]:
+        return asyncio.run(self._busy())
+
+    async def _busy(self) -> dict[str, Any]:
+        """The same load twice, the second time beside another one that is prompts and nothing else."""
+        os.environ.update(self._env)
+        many = self.scale.busy
+        load = ["--input-len", str(self.scale.short[0]), "--output-len", str(self.scale.short[1])]
+        load += ["--concurrency", str(many), "--num", str(2 * many), "--json"]
+        async with AsyncExitStack() as closing:
+            state = await deployed.up(self.file, f"gpu-busy-{os.getpid()}", closing)
+            url = state["url"]
+            self._run("bench", url, *load)  # what comes first is not measured
+            idle = json.loads(self._run("bench", url, *load))
+            beside = [*PROGRAM, "bench", url, "--input-len", str(self.scale.long[0]), "--output-len", "1"]
+            beside += ["--concurrency", "2", "--num", "300", "--json"]
+            with subprocess.Popen(
+                beside, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ) as prompts:
+                await asyncio.sleep(CALL_S / 6)
+                loaded = json.loads(self._run("bench", url, *load))
+                lasted = prompts.poll() is None
+                prompts.terminate()
+            if not lasted:
+                raise SystemExit("the prompts beside it ended early: nothing was measured")
+            return {"concurrency": many, "idle": idle, "loaded": loaded}
+
     def short(self) -> dict[str, Any]:
-        return self._compare(*self.scale.short)
+        return self._loads(*self.scale.short)
 
     def long(self) -> dict[str, Any]:
-        return self._compare(*self.scale.long)
+        return self._loads(*self.scale.long)
 
-    def _compare(self, num_in: int, num_out: int) -> dict[str, Any]:
-        words = ["--input-len", str(num_in), "--output-len", str(num_out), "--json"]
-        for name in ("concurrency", "chunks", "repeats", "num"):
+    def _loads(self, num_in: int, num_out: int) -> dict[str, Any]:
+        words = ["--input-len", str(num_in), "--output-len", str(num_out)]
+        for name in ("concurrency", "num"):
+            value = getattr(self._args, name) or getattr(self.scale, name, None)
+            words += [f"--{name}", str(value)] if value else []
+        return self._compare(*words)
+
+    def _compare(self, *load: str) -> dict[str, Any]:
+        words = [*load, "--json"]
+        for name in ("chunks", "repeats"):
             value = getattr(self._args, name) or getattr(self.scale, name, None)
             words += [f"--{name}", str(value)] if value else []
         # Exit code 1 says that requests failed: the page counts them.
@@ -180,6 +228,8 @@ STAGES: dict[str, Callable[[Box], dict[str, Any]]] = {
     "topology": Box.topology,
     "fabric": Box.fabric,
     "handoff": Box.handoff,
+    "first": Box.first,
+    "busy": Box.busy,
     "short": Box.short,
     "long": Box.long,
 }
@@ -194,7 +244,7 @@ def main(words: list[str] | None = None) -> int:
         box = Box(
             args,
             out,
-            TINY if args.tiny else FULL,
+            TINY if args.tiny else HALF if args.box == "x2" else FULL,
             lambda text: errors.print(f"[dim]{text}[/]", highlight=False),
         )
         for name in args.stages.split(","):

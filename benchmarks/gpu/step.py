@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import keep, spread
-from splitserve.dist.group import SoloGroup, make_group
+from splitserve.dist import peers
+from splitserve.dist.group import SoloGroup, TorchGroup, make_group
 from splitserve.engine import batch
 from splitserve.engine.replay import Replay, Replayed
 from splitserve.engine.step import Chunk, Step
@@ -60,7 +61,9 @@ class Bench:
         self.args = args
         self.device = torch.device("cuda", rank if torch.cuda.device_count() > rank else 0)
         torch.cuda.set_device(self.device)
-        self.tp = make_group(rank, args.tp, port=port, device="cuda")
+        self.tp: Any = make_group(rank, args.tp, port=port, device="cuda")
+        if args.sums == "auto" and isinstance(self.tp, TorchGroup):
+            self.tp = peers.join(self.tp, self.device, shared=False)
         self.lead = rank == 0
         if args.exact:
             deepseek_v4.kernels_for = lambda *_, **__: GpuKernels(exact=True)
@@ -386,10 +389,11 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "loaded_s": bench.loaded_s,
+        "sums": getattr(bench.tp, "how", "NCCL"),
     }
     say = console.print if bench.lead else (lambda *_: None)
-    say(f"{args.model}, {bench.cfg.num_layers} layers, TP{args.tp}: weights in {bench.loaded_s:.1f} s, "
-        f"{torch.cuda.memory_allocated() / 1e9:.1f} GB")  # fmt: skip
+    say(f"{args.model}, {bench.cfg.num_layers} layers, TP{args.tp}, sums by {result['sums']}: "
+        f"weights in {bench.loaded_s:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB")  # fmt: skip
     if args.unseen:
         result["unseen"] = bench.unseen(args.unseen)
         say(f"{args.unseen} unseen shapes: {result['unseen']}")
@@ -454,6 +458,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top", type=int, default=30)
     p.add_argument(
         "--exact", action="store_true", help="rows are not rounded to e4m3 before products with codes"
+    )
+    p.add_argument(
+        "--sums", choices=("auto", "nccl"), default="auto", help="between ranks, as in a deployment"
     )
     p.add_argument("--check", action="store_true")
     p.add_argument("--keep", default="", metavar="NAME")

@@ -253,6 +253,9 @@ def test_hyper_connections(tokens: int) -> None:
     check(
         lambda: v4.hc_post(y, streams, post, comb), ref4.hc_post(y.float(), streams.float(), post, comb), BF16
     )
+    want = ref4.hc_post(y.float(), streams.float(), post, comb)
+    check(lambda: v4.hc_enter(streams, fn, base, scale, **how), x, BF16, lambda r: r[0])
+    check(lambda: v4.hc_enter(streams, fn, base, scale, **how)[1](y), want, BF16)
     how.pop("iters")
     want = ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)
     check(lambda: v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how), want, BF16)

@@ -263,6 +263,9 @@ def test_hyper_connections(tokens: int) -> None:
     assert error(comb, want[2]) < EXACT
     y = torch.randn(tokens, 96).bfloat16()
     assert error(v4.hc_post(y, streams, post, comb), ref4.hc_post(y, streams, post, comb)) < BF16
+    entered, leave = v4.hc_enter(streams, fn, base, scale, **how)
+    assert torch.equal(entered, x)
+    assert error(leave(y), ref4.hc_post(y, streams, post, comb)) < BF16
     how.pop("iters")
     assert error(v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how),
                  ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)) < BF16  # fmt: skip

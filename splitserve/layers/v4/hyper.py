@@ -28,10 +28,11 @@ class HyperConnection:
         self, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """[T, n, hidden] -> [T, n, hidden]."""
-        x, post, comb = self.ops.hc_pre(
+        x, leave = self.ops.hc_enter(
             streams, self.fn, self.base, self.scale, iters=self.iters, eps=self.hc_eps, norm_eps=self.eps
         )
-        return self.ops.hc_post(sublayer(self.ops.rms_norm(x, self.norm, self.eps)), streams, post, comb)
+        left: torch.Tensor = leave(sublayer(self.ops.rms_norm(x, self.norm, self.eps)))
+        return left
 
 
 @dataclass(frozen=True)

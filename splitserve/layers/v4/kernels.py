@@ -65,6 +65,7 @@ __all__ = [
     "entry_positions",
     "expert_ffn",
     "grouped_linear",
+    "hc_enter",
     "hc_head",
     "hc_post",
     "hc_pre",
@@ -119,6 +120,14 @@ def hc_post(y: torch.Tensor, *args: Any) -> torch.Tensor:
     """As in ops/ref/v4/hyper.py."""
     out: torch.Tensor = _compiled(y).hc_post(y, *args)
     return out
+
+
+def hc_enter(
+    streams: torch.Tensor, *args: Any, **kw: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """hc_pre's x, and hc_post of what becomes of it."""
+    x, post, comb = hc_pre(streams, *args, **kw)
+    return x, lambda y: hc_post(y, streams, post, comb)
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:

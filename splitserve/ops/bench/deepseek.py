@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -208,28 +209,23 @@ def streams(tokens: int) -> Iterator[Case]:
     old = [numbers(tokens, 4, HIDDEN) for _ in range(count)]
     fns = [torch.randn(24, 4 * HIDDEN, device="cuda") / 128 for _ in range(count)]
     base, scale = torch.randn(24, device="cuda"), torch.rand(3, device="cuda")
+    how: dict[str, Any] = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
     yield Case(
         "hc_pre",
         f"[{tokens}, 4, {HIDDEN}]",
         tokens,
-        [
-            lambda s=s, f=f: v4.hc_pre(s, f, base, scale, iters=20, eps=1e-6, norm_eps=1e-6)
-            for s, f in zip(old, fns, strict=True)
-        ],
+        [lambda s=s, f=f: v4.hc_enter(s, f, base, scale, **how) for s, f in zip(old, fns, strict=True)],
         24 * 16 * HIDDEN + tokens * 10.0 * HIDDEN,
         2.0 * 3 * tokens * 24 * 4 * HIDDEN,
         per_step=2 * LAYERS,
     )
-    y, post, comb = (
-        numbers(tokens, HIDDEN),
-        torch.rand(tokens, 4, device="cuda"),
-        torch.rand(tokens, 4, 4, device="cuda"),
-    )
+    y = numbers(tokens, HIDDEN)
+    leaves = [v4.hc_enter(s, fns[0], base, scale, **how)[1] for s in old]
     yield Case(
         "hc_post",
         f"[{tokens}, 4, {HIDDEN}]",
         tokens,
-        [lambda s=s: v4.hc_post(y, s, post, comb) for s in old],
+        [lambda leave=leave: leave(y) for leave in leaves],
         tokens * 18.0 * HIDDEN,
         per_step=2 * LAYERS,
     )

@@ -200,6 +200,8 @@ def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
     x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
     v4.hc_post(x, streams, post, comb)
+    x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
+    leave(x)
     v4.hc_head(
         streams,
         meta(4, 4 * HIDDEN, dtype=F32),

@@ -21,6 +21,7 @@ from splitserve.ops.triton.overlap import follow
 
 CHUNK = 64  # pairs at once: a table of CHUNK x experts is held in registers
 FEW = 1024  # pairs that each program counts by itself
+FEW_CHUNK = 16  # of these, those that it places
 
 
 @dataclass(frozen=True)
@@ -78,33 +79,28 @@ def group_few(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(num_pairs / CHUNK)]
-    # every program counts all pairs, then places its own and names its share of the blocks
+    # every program counts all pairs, then places its own, names its share of the blocks and ends them with -1
     follow()
     number = tl.arange(0, EXPERTS)
     everyone = tl.arange(0, PAIRS)
     owner = _local(experts, everyone, num_pairs, first, num_local)
     counts = tl.histogram(tl.maximum(owner, 0), EXPERTS, mask=owner >= 0)
-    blocks = tl.cdiv(counts, BM)
-    stop = tl.cumsum(blocks, 0)
-    base = (stop - blocks) * BM
+    stop = tl.cumsum(tl.cdiv(counts, BM), 0)
+    base = (stop - tl.cdiv(counts, BM)) * BM
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     mine = _local(experts, pair, num_pairs, first, num_local)
+    earlier = (mine[:, None] == owner[None, :]) & (everyone[None, :] < pair[:, None])
     place = tl.sum(tl.where(mine[:, None] == number[None, :], base[None, :], 0), 1)
-    for start in range(0, tl.program_id(0) * CHUNK + CHUNK, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        theirs = _local(experts, other, num_pairs, first, num_local)
-        earlier = (mine[:, None] == theirs[None, :]) & (other[None, :] < pair[:, None])
-        place += tl.sum(earlier.to(tl.int32), 1)
-    tl.store(rows_of + place, pair, mask=mine >= 0)
+    tl.store(rows_of + place + tl.sum(earlier.to(tl.int32), 1), pair, mask=mine >= 0)
     span = tl.cdiv(num_blocks, tl.num_programs(0))
     for start in range(tl.program_id(0) * span, (tl.program_id(0) + 1) * span, CHUNK):
         block = start + tl.arange(0, CHUNK)
         name = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
         tl.store(expert_of + block, tl.where(name < EXPERTS, name, -1), mask=block < num_blocks)
-    if tl.program_id(0) == 0:  # the rest of each expert's last block
-        gap = tl.arange(0, BM)[None, :]
-        empty = gap < (blocks * BM - counts)[:, None]
-        tl.store(rows_of + (base + counts)[:, None] + gap, tl.full((EXPERTS, BM), -1, tl.int32), mask=empty)
+        end = tl.sum(tl.where(name[:, None] == number[None, :], (base + counts)[None, :], 0), 1)
+        at = block[:, None] * BM + tl.arange(0, BM)[None, :]
+        empty = (at >= end[:, None]) & (block < num_blocks)[:, None]
+        tl.store(rows_of + at, tl.full((CHUNK, BM), -1, tl.int32), mask=empty)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
@@ -173,10 +169,10 @@ def group_pairs(
     rows_of = torch.empty(num_blocks * block, dtype=torch.int32, device=experts.device)
     expert_of = torch.empty(num_blocks, dtype=torch.int32, device=experts.device)
     if pairs <= FEW:
-        chunk = 16 if pairs <= 16 else CHUNK
         launch(
-            group_few, (triton.cdiv(pairs, chunk),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
-            EXPERTS=size, PAIRS=max(16, triton.next_power_of_2(pairs)), BM=block, CHUNK=chunk, num_warps=4,
+            group_few, (triton.cdiv(pairs, FEW_CHUNK),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
+            EXPERTS=size, PAIRS=max(16, triton.next_power_of_2(pairs)), BM=block, CHUNK=FEW_CHUNK,
+            num_warps=4,
         )  # fmt: skip
         return Groups(rows_of, expert_of, num_blocks, block)
     rows_of.fill_(-1)

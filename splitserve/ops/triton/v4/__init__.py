@@ -6,7 +6,7 @@ Weights in codes are taken as `prepare` leaves them. Decoding rows is part of th
 from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
 from .dense import Table, grouped_linear, linear_f32, rms_norm, rms_norm_rotate, rope_table, rotate_tail
 from .experts import clamped_swiglu, expert_ffn, mix_experts, mix_onto, route, route_by_token
-from .hyper import hc_head, hc_post, hc_pre
+from .hyper import hc_enter, hc_head, hc_post, hc_pre
 from .indexer import choose_entries, choose_located, index_scores
 from .quant import linear, linear_rounded, prepare
 from .rows import encode_keys, encode_latents, take_rows, write_keys, write_latents, write_rows
@@ -27,6 +27,7 @@ __all__ = [
     "encode_latents",
     "expert_ffn",
     "grouped_linear",
+    "hc_enter",
     "hc_head",
     "hc_post",
     "hc_pre",

@@ -1,13 +1,19 @@
 """Hyper-connections: four residual streams, mixed by weights that depend on the token.
 
     mix        program (tokens, split): part of fn . streams, and of the sum of squares
-    collapse   program (token, columns): coefficients from the parts, Sinkhorn, the weighted sum of the streams
+    collapse   program (token, columns): coefficients from the parts, the weighted sum of the streams; Sinkhorn
     expand     program (token, columns): what a sub-layer gave, and the old streams, into the new ones
+
+Sinkhorn's rounds follow one another and take longer than all else, and nobody needs what comes of them before a
+sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer.
 
 fn is float32. Its products are exact: it is taken apart into three bf16 numbers, and streams are bf16 already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,6 +25,7 @@ from splitserve.ops.triton.overlap import follow
 
 STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
+FEW = 64  # tokens up to which `expand` runs Sinkhorn
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -29,12 +36,12 @@ def hc_mix(
     num_tokens, K,
     M: tl.constexpr,
     SPLITS: tl.constexpr,
+    ONCE: tl.constexpr,  # a program has one block
     NATIVE: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(T / BT), SPLITS]
-    follow()
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     here = (token < num_tokens)[:, None]
     m, k = tl.arange(0, 32)[None, :], tl.arange(0, BK)
@@ -42,11 +49,16 @@ def hc_mix(
     squares = tl.zeros((BT,), tl.float32)
     part = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
     first = tl.program_id(1) * part
+    weights = fn + m * K + k[:, None]
+    if ONCE:  # nobody writes weights: they may be read while the kernel before still runs
+        w = tl.load(weights + first, mask=(m < M) & (first + k < K)[:, None], other=0.0)
+    follow()
     for k0 in range(first, tl.minimum(first + part, K), BK):
         inside = k0 + k < K
         at = streams + token[:, None].to(tl.int64) * K + k0 + k[None, :]
         x = tl.load(at, mask=here & inside[None, :], other=0.0)
-        w = tl.load(fn + m * K + k0 + k[:, None], mask=(m < M) & inside[:, None], other=0.0)
+        if not ONCE:
+            w = tl.load(weights + k0, mask=(m < M) & inside[:, None], other=0.0)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         if NATIVE:
@@ -82,8 +94,8 @@ def hc_collapse(
     base,  # [M] float32
     scale,  # [3] float32, or [1] where HEAD
     x,  # [T, D]
-    post,  # [T, N] float32; not where HEAD
-    comb,  # [T, N, N] float32; not where HEAD
+    post,  # [T, N] float32; where there is a program for it
+    comb,  # [T, N, N] float32; likewise
     num_tokens, D, eps, norm_eps,
     ITERS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -91,77 +103,132 @@ def hc_collapse(
     SPLITS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    # grid: [T, ceil(D / BD)], and one more program of each token, for post and comb, unless HEAD
-    follow()
+    # grid: [T, ceil(D / BD)], and where they are wanted one more program of each token, for post and comb
     token = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     mine, step = parts + token * 32, num_tokens * 32
     M: tl.constexpr = N if HEAD else 2 * N + N * N
     first = tl.program_id(1) * BD
+    col = first + tl.arange(0, BD)
+    # Streams are older than the kernel before this one, which began only after their writer had ended.
+    old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
+    follow()
     if first < D:
-        col = first + tl.arange(0, BD)
-        old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
         root = _root(mine, step, N * D, norm_eps, M, SPLITS)
         pre = _column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
         pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
         tl.store(x + token * D + col, tl.sum(old.to(tl.float32) * pre[:, None], 0), mask=col < D)
     if not HEAD and first >= D:
-        at = 2 * N + n
-        gate = _column(mine, N + n, step, SPLITS)
-        a, b = _column(mine, at, step, SPLITS), _column(mine, at + N, step, SPLITS)
-        c, d = _column(mine, at + 2 * N, step, SPLITS), _column(mine, at + 3 * N, step, SPLITS)
-        root = _root(mine, step, N * D, norm_eps, M, SPLITS)
-        gate = gate * root * tl.load(scale + 1) + tl.load(base + N + n)
-        tl.store(post + token * N + n, 2.0 / (1.0 + tl.exp(-gate)))
-        root *= tl.load(scale + 2)
-        a, b = a * root + tl.load(base + at), b * root + tl.load(base + at + N)
-        c, d = c * root + tl.load(base + at + 2 * N), d * root + tl.load(base + at + 3 * N)
-        a, b, c, d = _softmax(a) + eps, _softmax(b) + eps, _softmax(c) + eps, _softmax(d) + eps
-        r = 1.0 / (a + b + c + d + eps)
-        a, b, c, d = a * r, b * r, c * r, d * r
-        for _ in range(ITERS - 1):
-            a, b = a / (tl.sum(a, 0) + eps), b / (tl.sum(b, 0) + eps)
-            c, d = c / (tl.sum(c, 0) + eps), d / (tl.sum(d, 0) + eps)
-            r = 1.0 / (a + b + c + d + eps)
-            a, b, c, d = a * r, b * r, c * r, d * r
-        into = comb + token * N * N + n
-        tl.store(into, a)
-        tl.store(into + N, b)
-        tl.store(into + 2 * N, c)
-        tl.store(into + 3 * N, d)
+        gate, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
+        tl.store(post + token * N + n, gate)
+        for k in tl.static_range(N):
+            tl.store(comb + (token * N + n) * N + k, columns[k])
 
 
 @triton.jit
-def _softmax(x):
-    e = tl.exp(x - tl.max(x, 0))
-    return e / tl.sum(e, 0)
+def _mixture(
+    mine,  # a token's parts: [SPLITS, 32], `step` apart
+    base, scale, step, size, eps, norm_eps,
+    ITERS: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """post [N] and the columns of comb, each [N]: softmax, then ITERS rounds of dividing columns and rows by their sums.
+
+    comb's rounds are written out for numbers, since sums over parts of so small a tensor cost more than all of it.
+    """
+    tl.static_assert(N == 4)
+    n = tl.arange(0, N)
+    root = _root(mine, step, size, norm_eps, 2 * N + N * N, SPLITS)
+    gate = _column(mine, N + n, step, SPLITS) * root * tl.load(scale + 1) + tl.load(base + N + n)
+    root *= tl.load(scale + 2)
+    a, b, c, d = _softmax4(mine + 2 * N, base + 2 * N, root, step, eps, SPLITS)
+    e, f, g, h = _softmax4(mine + 3 * N, base + 3 * N, root, step, eps, SPLITS)
+    i, j, k, m = _softmax4(mine + 4 * N, base + 4 * N, root, step, eps, SPLITS)
+    o, p, q, r = _softmax4(mine + 5 * N, base + 5 * N, root, step, eps, SPLITS)
+    a, e, i, o = _shares(a, e, i, o, eps)
+    b, f, j, p = _shares(b, f, j, p, eps)
+    c, g, k, q = _shares(c, g, k, q, eps)
+    d, h, m, r = _shares(d, h, m, r, eps)
+    for _ in range(ITERS - 1):
+        a, b, c, d = _shares(a, b, c, d, eps)
+        e, f, g, h = _shares(e, f, g, h, eps)
+        i, j, k, m = _shares(i, j, k, m, eps)
+        o, p, q, r = _shares(o, p, q, r, eps)
+        a, e, i, o = _shares(a, e, i, o, eps)
+        b, f, j, p = _shares(b, f, j, p, eps)
+        c, g, k, q = _shares(c, g, k, q, eps)
+        d, h, m, r = _shares(d, h, m, r, eps)
+    columns = (_four(a, e, i, o), _four(b, f, j, p), _four(c, g, k, q), _four(d, h, m, r))
+    return 2.0 / (1.0 + tl.exp(-gate)), columns
 
 
 @triton.jit
+def _four(a, b, c, d):
+    """Four numbers as a tensor."""
+    n = tl.arange(0, 4)
+    return tl.where(n == 0, a, tl.where(n == 1, b, tl.where(n == 2, c, d)))
+
+
+@triton.jit
+def _shares(a, b, c, d, eps):
+    """Each of four numbers divided by their sum."""
+    r = 1.0 / (a + b + (c + d) + eps)
+    return a * r, b * r, c * r, d * r
+
+
+@triton.jit
+def _softmax4(parts, base, root, step, eps, SPLITS: tl.constexpr):
+    """Softmax of four neighbours of the mixes, plus eps."""
+    at = tl.arange(0, SPLITS) * step
+    a = tl.sum(tl.load(parts + at), 0) * root + tl.load(base)
+    b = tl.sum(tl.load(parts + at + 1), 0) * root + tl.load(base + 1)
+    c = tl.sum(tl.load(parts + at + 2), 0) * root + tl.load(base + 2)
+    d = tl.sum(tl.load(parts + at + 3), 0) * root + tl.load(base + 3)
+    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
+    r = 1.0 / (a + b + (c + d))
+    return a * r + eps, b * r + eps, c * r + eps, d * r + eps
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def hc_expand(
     y,  # [T, D]
     streams,  # [T, N, D]
-    post,  # [T, N] float32
-    comb,  # [T, N, N] float32
+    parts,  # [SPLITS, T, 32] float32; SPLITS only
+    base, scale,  # as for hc_collapse; SPLITS only
+    post,  # [T, N] float32; not where SPLITS
+    comb,  # [T, N, N] float32; not where SPLITS
     out,  # [T, N, D]
-    D,
+    num_tokens, D, eps, norm_eps,
+    ITERS: tl.constexpr,
     N: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: post and comb are there
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
-    follow()
+    if not SPLITS:
+        follow()
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, N)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = col < D
-    old = tl.load(streams + (token * N + j[:, None]) * D + col[None, :], mask=inside[None, :], other=0.0).to(
-        tl.float32
-    )
+    at = streams + (token * N + j[:, None]) * D + col[None, :]
+    old = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
+    if SPLITS:
+        mine, step = parts + token * 32, num_tokens * 32
+        gates, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
+        # What was read so far is older than the kernel before this one, which began only after its writers had ended.
+        follow()
     new = tl.load(y + token * D + col, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(N):
-        weight = tl.load(comb + (token * N + j) * N + k)
-        mixed = tl.load(post + token * N + k) * new + tl.sum(old * weight[:, None], 0)
-        tl.store(out + (token * N + k) * D + col, mixed, mask=inside)
+        if SPLITS:
+            weight = columns[k]
+            gate = tl.sum(tl.where(j == k, gates, 0.0), 0)
+        else:
+            weight = tl.load(comb + (token * N + j) * N + k)
+            gate = tl.load(post + token * N + k)
+        tl.store(out + (token * N + k) * D + col, gate * new + tl.sum(old * weight[:, None], 0), mask=inside)
 
 
 def hc_pre(
@@ -178,7 +245,8 @@ def hc_pre(
     tokens, n = streams.shape[:2]
     post = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
     comb = torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
-    x = _collapse(streams, fn, base, scale, (post, comb), iters=iters, eps=eps, norm_eps=norm_eps)
+    parts = _mix(streams, fn)
+    x = _collapse(streams, parts, base, scale, (post, comb), iters=iters, eps=eps, norm_eps=norm_eps)
     return x, post, comb
 
 
@@ -192,34 +260,72 @@ def hc_head(
     norm_eps: float,
 ) -> torch.Tensor:  # [T, D]
     """Twin of ref.v4.hc_head."""
-    return _collapse(streams, fn, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps)
+    parts = _mix(streams, fn)
+    return _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps)
 
 
-def _collapse(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor,
-    result: tuple[torch.Tensor, torch.Tensor] | None, *, iters: int, eps: float, norm_eps: float,
-) -> torch.Tensor:  # fmt: skip
-    """`result` takes post and comb; None: there are none."""
-    streams = streams.contiguous()
+def hc_enter(
+    streams: torch.Tensor,  # [T, n, D]
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """hc_pre's x, and hc_post of what comes of it; with few tokens the mixture is worked out there."""
+    if len(streams) > FEW:
+        x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
+        return x, lambda y: hc_post(y, streams, post, comb)
+    parts = _mix(streams, fn)
+    x = _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps)
+    later = _Later(parts, base, scale, iters, eps, norm_eps)
+    return x, lambda y: _expand(y, streams, parts, parts, later)
+
+
+@dataclass(frozen=True)
+class _Later:
+    """What a mixture is worked out from."""
+
+    parts: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+    iters: int
+    eps: float
+    norm_eps: float
+
+
+def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
+    """[splits, T, 32]."""
     tokens, n, size = streams.shape
     if n != STREAMS:
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
     blocks = triton.cdiv(tokens, config["BT"])
     wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
-    splits = max(1, min(wanted, n * size // config["BK"], 32))
+    splits = max(1, min(wanted, n * size // config["BK"], config.pop("MOST")))
     splits = 1 << (splits.bit_length() - 1)
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(
-        hc_mix, (blocks, splits), streams, fn, parts, tokens, n * size,
-        M=len(fn), SPLITS=splits, NATIVE=not interpreted(), **config,
+        hc_mix, (blocks, splits), streams.contiguous(), fn, parts, tokens, n * size,
+        M=len(fn), SPLITS=splits, ONCE=splits * config["BK"] >= n * size, NATIVE=not interpreted(), **config,
     )  # fmt: skip
+    return parts
+
+
+def _collapse(
+    streams: torch.Tensor, parts: torch.Tensor, base: torch.Tensor, scale: torch.Tensor,
+    result: tuple[torch.Tensor, torch.Tensor] | None, *, iters: int, eps: float, norm_eps: float,
+) -> torch.Tensor:  # fmt: skip
+    """`result` takes post and comb; None: nobody wants them, or (hc_head) the parts hold nothing for them."""
+    tokens, n, size = streams.shape
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     post, comb = result or (parts, parts)
     launch(
         hc_collapse, (tokens, triton.cdiv(size, COLUMNS) + (result is not None)),
-        streams, parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
-        ITERS=iters, HEAD=result is None, N=n, SPLITS=splits, BD=COLUMNS, num_warps=1,
+        streams.contiguous(), parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
+        ITERS=iters, HEAD=len(base) == n, N=n, SPLITS=len(parts), BD=COLUMNS, num_warps=1,
     )  # fmt: skip
     return x
 
@@ -231,10 +337,22 @@ def hc_post(
     comb: torch.Tensor,  # [T, n, n] float32
 ) -> torch.Tensor:  # [T, n, D]
     """Twin of ref.v4.hc_post."""
+    return _expand(y, streams, post, comb, None)
+
+
+def _expand(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, later: _Later | None
+) -> torch.Tensor:
+    """`later`: post and comb are not there yet."""
     streams, y = streams.contiguous(), y.contiguous()
     tokens, n, size = streams.shape
     out = torch.empty_like(streams)
+    parts, base, scale = (later.parts, later.base, later.scale) if later else (post, post, post)
+    columns, warps = (COLUMNS, 1) if later else (1024, 4)
     launch(
-        hc_expand, (tokens, triton.cdiv(size, 1024)), y, streams, post, comb, out, size, N=n, BD=1024, num_warps=4
+        hc_expand, (tokens, triton.cdiv(size, columns)),
+        y, streams, parts, base, scale, post, comb, out, tokens, size,
+        later.eps if later else 0.0, later.norm_eps if later else 0.0,
+        ITERS=later.iters if later else 0, N=n, SPLITS=len(parts) if later else 0, BD=columns, num_warps=warps,
     )  # fmt: skip
     return out
