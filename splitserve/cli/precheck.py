@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from splitserve.config import EngineConfig
-from splitserve.errors import SplitserveError
+from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.deployment import Deployment, Group
 from splitserve.launch.fits import Footprint
 
@@ -20,14 +21,28 @@ def check_models(deployment: Deployment, *, free: int) -> dict[str, Footprint]:
 
 
 def check_model(group: Group, *, free: int) -> Footprint | None:
-    """The same for one role; None for other engines than ours, which read their models themselves and know more."""
+    """The same for one role; None for other engines than ours, which read their models themselves and know more.
+
+    Of those only a path that leads nowhere is refused: they would take it for a name on a hub, and say so late.
+    """
     if group.program.foreign:
+        _check_path(group)
         return None
     try:
         return _check_model(group.engine, free)
     except SplitserveError as e:
         e.message = f"[{group.role}] {e.message}"
         raise
+
+
+def _check_path(group: Group) -> None:
+    model = group.engine.model
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise ConfigError(
+            f"[{group.role}] no model at {model}",
+            field="model",
+            fix=f"a directory or file that exists on this host, or a name that {group.program.name} can fetch",
+        )
 
 
 def check_engines(deployment: Deployment) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.cli.precheck import check_models
 from splitserve.errors import ConfigError
 from splitserve.launch import topology
 from splitserve.launch.commands import fill, fill_word, with_flags
@@ -318,3 +319,18 @@ def test_adapters_say_what_they_listen_on() -> None:
         ("vllm", Role.DECODE): ("side",),
         ("vllm", Role.UNIFIED): (),
     }
+
+
+def test_a_path_that_leads_nowhere_is_refused_before_the_engine_looks_for_it_on_a_hub(tmp_path: Path) -> None:
+    for model, wrong in (
+        ("/nowhere/m", True),
+        ("./nowhere", True),
+        ("org/name", False),
+        (str(tmp_path), False),
+    ):
+        d = make("vllm", deployment={"model": model, "engine": "vllm"})
+        if wrong:
+            with pytest.raises(ConfigError, match=rf"\[prefill\] no model at {model}"):
+                check_models(d, free=1 << 30)
+        else:
+            assert check_models(d, free=1 << 30) == {}

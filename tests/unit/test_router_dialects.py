@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -281,6 +282,14 @@ def test_vllm_load_is_read_from_its_metrics() -> None:
     assert vllm.load(ClientResponse(200, {}, older)) == LoadSnapshot(prompt_tokens=100)
     assert vllm.load(ClientResponse(200, {}, b"vllm:num_requests_running nonsense\n\xff")) == LoadSnapshot()
     assert vllm.load(ClientResponse(404, {}, b"")) == LoadSnapshot()
+
+
+def test_vllm_load_from_what_a_real_one_printed() -> None:
+    """vLLM 0.32.0's CPU build, decode of a pair; its histograms' buckets and times of creation are left out."""
+    text = (Path(__file__).parents[1] / "fixtures/metrics/vllm-0.32.0-decode.txt").read_bytes()
+    assert dialect("vllm").load(ClientResponse(200, {}, text)) == LoadSnapshot(
+        free_pages=1000, total_pages=1000, prompt_tokens=1, output_tokens=121
+    )
 
 
 # ---------------------------------------------------------------- SGLang
