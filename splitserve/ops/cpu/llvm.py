@@ -66,6 +66,29 @@ def sum_lanes(b: Builder, of: Any) -> Any:
     return b.extract_element(of, I32(0))
 
 
+def turned(b: Builder, rows: list[Any]) -> list[Any]:
+    """Eight vectors as a square matrix, transposed: pairs, then fours, then halves change places."""
+
+    def mixed(x: Any, y: Any, low: tuple[int, int, int, int]) -> Any:
+        """Four lanes of a vector's lower half or of the other's (from 8 on), and the same four of the upper halves."""
+        chosen = [*low, *(i + LANES // 2 for i in low)]
+        return b.shuffle_vector(x, y, ir.Constant(vector(I32), chosen))
+
+    pairs = [
+        mixed(rows[i], rows[i + 1], low) for low in ((0, 8, 1, 9), (2, 10, 3, 11)) for i in range(0, LANES, 2)
+    ]
+    fours = [
+        [mixed(pairs[i], pairs[i + 1], low) for i in (0, 4) for low in ((0, 1, 8, 9), (2, 3, 10, 11))],
+        [mixed(pairs[i], pairs[i + 1], low) for i in (2, 6) for low in ((0, 1, 8, 9), (2, 3, 10, 11))],
+    ]
+    halves = (range(4), range(4, LANES))
+    return [
+        b.shuffle_vector(x, y, ir.Constant(vector(I32), [*half, *(i + LANES for i in half)]))
+        for half in halves
+        for x, y in zip(*fours, strict=True)
+    ]
+
+
 def prefetch(b: Builder, address: Any, num_bytes: int) -> None:
     """Bring bytes into every level of the cache, for reading. Addresses past the end of memory do no harm."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])

@@ -2,7 +2,8 @@
 
     inputs [m, k]      weights [n, k], a panel of rows at a time      results [m, n]
     m <= 4             weights become float32 in registers
-    m > 4              ... in a scratch panel that stays in the cache while all inputs pass by
+    m < 16             ... in a scratch panel that stays in the cache while all inputs pass by
+    else               ... turned into columns (see outer.py)
 
 The results are the same bits on every way through here (see vector.py).
 """
@@ -16,22 +17,38 @@ import numpy as np
 from .compiled import compiled
 from .formats import BF16_ROWS, CODED, F16_ROWS, F32_ROWS, GROUP, SCALES_BYTES
 from .llvm import LANES
-from .vector import dot_tile, unpack_step
+from .outer import VECTOR_BYTES, finish_tile, outer_tile, pack_step
+from .vector import STRETCH, dot_tile, unpack_step
 
 PANEL = 12  # rows of weights: three tiles of four or four of three; 27 KB of 576 numbers
 FEW = 4  # rows of inputs that are one tile, so that each weight is widened once anyway
+MANY = 16  # rows of inputs from which on it pays to turn weights
+# Columns of one tile of outer products. With four rows of inputs: twelve sums, three weights and an input, which fill
+# the sixteen vector registers of AVX2.
+_ROWS, _VECTORS = 4, 3
+COLUMNS = _VECTORS * LANES
+_AT_ONCE = 4  # steps of a loop's turn
 
 # Tiles, weights x inputs. Twelve sums of eight lanes, three rows of weights and one of inputs fill the sixteen vector
 # registers of AVX2; with one or two inputs, four rows of weights hide the latency of their sums.
 _dot_4x1, _dot_4x2 = dot_tile(4, 1, ahead=2), dot_tile(4, 2, ahead=2)
 _dot_3x3, _dot_3x4 = dot_tile(3, 3, ahead=1), dot_tile(3, 4, ahead=1)
 _dot_1x1, _dot_1x2, _dot_1x3, _dot_1x4 = (dot_tile(1, m) for m in (1, 2, 3, 4))
+_outer = outer_tile(_ROWS, _VECTORS, _AT_ONCE)
+_outer_end = outer_tile(_ROWS, _VECTORS, 1)
+_finish = finish_tile(_ROWS, _VECTORS)
+_pack_f32, _pack_f16, _pack_bf16, _pack_coded = (
+    pack_step(form) for form in (F32_ROWS, F16_ROWS, BF16_ROWS, CODED)
+)
 _unpack_f16, _unpack_bf16, _unpack_coded = (unpack_step(form) for form in (F16_ROWS, BF16_ROWS, CODED))
 
 
 @compiled()
 def product(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes):
     """out[i, j] = x[i] . w[j] for m rows of x and n rows of w of k numbers; scales and scale_bytes where CODED."""
+    if m >= MANY and n >= COLUMNS:
+        _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes)
+        return
     widen = form != F32_ROWS and m > FEW
     scratch = np.empty(PANEL * k if widen else 0, dtype=np.float32)
     for j in range(0, n, PANEL):
@@ -47,6 +64,54 @@ def product(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, sca
             panel_form, x, x_stride, m, panel, panel_bytes, count, k, out + 4 * j, out_stride,
             scales + j * scale_bytes, scale_bytes,
         )  # fmt: skip
+
+
+@compiled()
+def _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes):
+    """`product` in whole tiles: those that would stand out are moved back, over results they compute again."""
+    scratch = np.empty(COLUMNS * k + LANES * _ROWS * COLUMNS + LANES, dtype=np.float32)
+    scratch[COLUMNS * k :] = 0
+    columns = (scratch.ctypes.data + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
+    sums = columns + 4 * COLUMNS * k
+    for panel in range(0, n, COLUMNS):
+        j = min(panel, n - COLUMNS)
+        _pack(form, w + j * w_bytes, w_bytes, k, scales + j * scale_bytes, scale_bytes, columns)
+        for tile in range(0, m, _ROWS):
+            row = min(tile, m - _ROWS)
+            for first in range(0, k, STRETCH):
+                steps = min(STRETCH, k - first) // LANES
+                here, there = x + 4 * (row * x_stride + first), columns + 4 * COLUMNS * first
+                if steps % _AT_ONCE == 0:
+                    _outer(here, x_stride, there, steps, sums)
+                else:
+                    _outer_end(here, x_stride, there, steps, sums)
+            _finish(sums, out + 4 * (row * out_stride + j), out_stride)
+
+
+@compiled()
+def _pack(form, w, w_bytes, k, scales, scale_bytes, columns):
+    """COLUMNS rows of k numbers, turned, stretch after stretch."""
+    step_bytes = _VECTORS * VECTOR_BYTES
+    for first in range(0, k, STRETCH):
+        stop = min(first + STRETCH, k)
+        lane_bytes = (stop - first) // LANES * step_bytes
+        for row in range(0, COLUMNS, LANES):
+            at, its = w + row * w_bytes, scales + row * scale_bytes
+            to = columns + 4 * COLUMNS * first + 4 * row
+            if form == CODED:
+                for j in range(first, stop, GROUP):
+                    scale = its + j // GROUP * SCALES_BYTES
+                    there = to + (j - first) // LANES * step_bytes
+                    _pack_coded(at + j, w_bytes, scale, scale_bytes, there, lane_bytes, step_bytes)
+            else:
+                for j in range(first, stop, LANES):
+                    there = to + (j - first) // LANES * step_bytes
+                    if form == F32_ROWS:
+                        _pack_f32(at + 4 * j, w_bytes, 0, 0, there, lane_bytes, step_bytes)
+                    elif form == BF16_ROWS:
+                        _pack_bf16(at + 2 * j, w_bytes, 0, 0, there, lane_bytes, step_bytes)
+                    else:
+                        _pack_f16(at + 2 * j, w_bytes, 0, 0, there, lane_bytes, step_bytes)
 
 
 @compiled()

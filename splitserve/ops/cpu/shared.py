@@ -34,6 +34,7 @@ LEAST = 1 << 17
 """Multiplications below which a loop is faster alone: waking a helper takes some 5 us."""
 
 PIECES = 4  # for each thread: fewer leave more waiting at the end, more cost more counting
+MANY_PIECES = 16  # ... where a piece of one unit takes long enough, as in products of many rows
 MOST_PARTS = 16  # of one attention: each has scores of its own
 ROWS = 8  # of an elementwise loop that are one piece at least
 _LOOK_OUT = (
@@ -262,7 +263,8 @@ def product(*args: int) -> None:
     m, n, k = args[3], args[6], args[7]
     crew = _crew() if m * n * k >= LEAST else None
     if crew is not None:
-        step = _step(n, crew, products.PANEL)
+        many = m >= products.MANY
+        step = _step(n, crew, products.COLUMNS if many else products.PANEL, MANY_PIECES if many else PIECES)
         if crew.share(PRODUCT, -(-n // step), step, args):
             return
     products.product(*args)
@@ -291,6 +293,6 @@ def attend(*args: Any, queries: int) -> None:
     paged.attend(*args[:11], scale, out, 0, 1)
 
 
-def _step(count: int, crew: Crew, unit: int) -> int:
+def _step(count: int, crew: Crew, unit: int, pieces: int = PIECES) -> int:
     """Rows of a piece: whole units, some pieces for each thread."""
-    return -(-count // (unit * PIECES * (crew.helpers + 1))) * unit
+    return -(-count // (unit * pieces * (crew.helpers + 1))) * unit
