@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from splitserve.cli import PROGRAM, complain, report
-from splitserve.cli.precheck import check_engines, check_models
 from splitserve.errors import ConfigError, PeerLost, RequestError
 from splitserve.launch import control, fits, measured, placement, probe, topology
 from splitserve.launch import logs as log_files
@@ -22,6 +21,7 @@ from splitserve.launch.commands import fill, fill_word
 from splitserve.launch.deployment import Deployment, load
 from splitserve.launch.identity import Identity
 from splitserve.launch.ports import Claims, check_address
+from splitserve.launch.precheck import check_engines, check_models
 from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Outcome, Supervisor
@@ -46,9 +46,9 @@ def up(args: argparse.Namespace) -> int:
     machine = topology.load(args.topology[0]) if args.topology else topology.read()
     # Another machine has other files; tests start other programs, which know other models.
     ours = args.program == PROGRAM and not args.topology
-    needed = check_models(deployment, free=machine.memory_free) if ours else {}
+    needed = check_models(deployment.groups, free=machine.memory_free) if ours else {}
     if ours:
-        for warning in dict.fromkeys(check_engines(deployment)):
+        for warning in dict.fromkeys(check_engines(deployment.groups)):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     links, note = measured.fresh(deployment, machine)
     specs = placement.place(machine, deployment, links)

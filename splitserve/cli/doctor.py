@@ -33,12 +33,30 @@ def doctor(args: argparse.Namespace) -> int:
         from splitserve.cli import fabric
 
         return fabric.run(args)
+    if args.file:
+        loaded = deployment.load(args.file, overrides=args.set)
+        if loaded.hosts.backend != "local":
+            return _on_hosts(args, loaded)
     findings = _examine(args)
     good = all(f.ok for f in findings)
     if args.json:
         print(json.dumps({"ok": good, "findings": [f.to_dict() for f in findings]}))
     else:
         print("\n".join(_lines(findings)))
+    return 0 if good else 1
+
+
+def _on_hosts(args: argparse.Namespace, loaded: Deployment) -> int:
+    """The same for a file of several hosts: what each of them finds, under its address."""
+    from splitserve.cli import hosts
+
+    found = hosts.examine(args, loaded)
+    good = all(f.ok for _, findings in found for f in findings)
+    if args.json:
+        told = [{**f.to_dict(), "host": host} for host, findings in found for f in findings]
+        print(json.dumps({"ok": good, "findings": told}))
+    else:
+        print("\n".join(line for host, findings in found for line in (f"{host}:", *_lines(findings))))
     return 0 if good else 1
 
 
@@ -64,10 +82,10 @@ def _examine(args: argparse.Namespace) -> list[Finding]:
 
 def _plan(loaded: Deployment, found: Topology) -> tuple[Plan, Ports]:
     """What the file adds, and the ports that it names. What is wrong with it becomes a fact, not an error."""
-    from splitserve.cli.precheck import check_engines, check_model
     from splitserve.launch import fits, placement
     from splitserve.launch.doctor import gather
     from splitserve.launch.doctor.facts import Model
+    from splitserve.launch.precheck import check_engines, check_model
 
     models, needed = [], {}
     for group in loaded.groups:
@@ -79,7 +97,7 @@ def _plan(loaded: Deployment, found: Topology) -> tuple[Plan, Ports]:
             models.append(Model(group.engine.model, e.message, e.fix or ""))
     plan = Plan(loaded.path, tuple(dict.fromkeys(models)), uses_nixl=loaded.transfer.transport == "nixl")
     try:
-        plan = replace(plan, warning="; ".join(dict.fromkeys(check_engines(loaded))))
+        plan = replace(plan, warning="; ".join(dict.fromkeys(check_engines(loaded.groups))))
         specs = placement.place(found, loaded)
         fits.check_quota(found, loaded)
         fits.check_memory(found, specs, needed)

@@ -194,6 +194,48 @@ def test_what_no_host_has_room_for_is_an_error_with_the_sum(shell: Shell, addres
 
 
 @needs_ray
+def test_a_cluster_that_nobody_answers_for_is_an_error_at_once(shell: Shell) -> None:
+    begun = time.monotonic()
+    done = shell("up", hosted(shell, "127.0.0.1:1"), "--dry-run")
+    assert done.returncode == 2
+    assert "no Ray cluster at 127.0.0.1:1: Connection refused" in done.stderr
+    assert "fix: ray start --head" in done.stderr
+    assert time.monotonic() - begun < 15.0
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_host_is_examined_before_anything_is_started(address: str, tmp_path: Path) -> None:
+    model = write_chat_checkpoint(tmp_path / "tiny")
+    d = Deployment(model, name="look")
+    text = d.file.read_text() + f'[hosts]\nbackend = "ray"\naddress = "{address}"\n'
+    d.file.write_text(text)
+    try:
+        told = json.loads(d.run("doctor", str(d.file), "--quick", "--json").stdout)["findings"]
+        hosts = {f["host"] for f in told if f["subject"] == "torch"}
+        (placed,) = [f for f in told if f["subject"] == "placement"]
+        assert hosts
+        assert (placed["host"], placed["level"]) == ("all hosts", "ok"), placed
+        assert "prefill-0 on " in placed["text"]
+        assert len([f for f in told if f["subject"] == "python"]) == 2
+        assert "all hosts:" in d.run("doctor", str(d.file), "--quick").stdout
+        assert d.run("up", str(d.file), "--dry-run").returncode == 0
+
+        d.file.write_text(text.replace(str(model), "/nowhere/m"))
+        failed = d.run("doctor", str(d.file), "--quick")
+        assert failed.returncode == 1
+        assert "FAIL  placement" in failed.stdout
+        for words in (("up", "--dry-run"), ("up",)):
+            refused = d.run(words[0], str(d.file), *words[1:])
+            assert refused.returncode == 2, refused.stdout
+            assert "error: host " in refused.stderr
+            assert "/nowhere/m" in refused.stderr
+    finally:
+        d.close()
+
+
+@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_real_engines_on_two_hosts_hand_over_state(address: str, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from splitserve.cli.precheck import check_models
 from splitserve.errors import ConfigError
 from splitserve.launch import topology
 from splitserve.launch.commands import fill, fill_word, with_flags
@@ -17,6 +16,7 @@ from splitserve.launch.deployment import Deployment, load, parse
 from splitserve.launch.engines import ADAPTERS, installed
 from splitserve.launch.engines.seat import Program
 from splitserve.launch.placement import place
+from splitserve.launch.precheck import check_models
 from splitserve.launch.procs import ProcSpec
 from splitserve.types import Role
 
@@ -331,6 +331,6 @@ def test_a_path_that_leads_nowhere_is_refused_before_the_engine_looks_for_it_on_
         d = make("vllm", deployment={"model": model, "engine": "vllm"})
         if wrong:
             with pytest.raises(ConfigError, match=rf"\[prefill\] no model at {model}"):
-                check_models(d, free=1 << 30)
+                check_models(d.groups, free=1 << 30)
         else:
-            assert check_models(d, free=1 << 30) == {}
+            assert check_models(d.groups, free=1 << 30) == {}

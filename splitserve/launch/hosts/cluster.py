@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splitserve import __version__
 from splitserve.config import HostsConfig
-from splitserve.errors import CapacityError, ConfigError, PeerLost
+from splitserve.errors import CapacityError, ConfigError, PeerLost, SplitserveError
 from splitserve.launch.commands import fill, fill_word
-from splitserve.launch.deployment import Deployment
+from splitserve.launch.deployment import Deployment, Group
+from splitserve.launch.fits import Footprint
 from splitserve.launch.hosts.crew import Crew
 from splitserve.launch.hosts.spread import Host
 from splitserve.launch.placement import engine_names
@@ -30,6 +33,8 @@ from splitserve.launch.topology import Topology
 
 NAMESPACE = "splitserve"
 CALL_S = 60.0
+KNOCK_S = 5.0
+DOCTOR_S = 150.0
 MOST_CALLS = 64
 """At once, to one crew: each process has one waiting for what it says."""
 
@@ -37,6 +42,7 @@ MOST_CALLS = 64
 def load_ray() -> Any:
     """Ray itself. ConfigError, with the line that installs it, where it is missing."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # of half a minute each, where 20 are usual
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -50,6 +56,7 @@ def load_ray() -> Any:
 def connect(address: str) -> Any:
     """Ray, joined as a job of our namespace. ConfigError where no cluster answers."""
     ray = load_ray()
+    _knock(address)
     try:
         ray.init(
             address=address,
@@ -59,21 +66,43 @@ def connect(address: str) -> Any:
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as e:
-        raise ConfigError(
-            f"no Ray cluster at {address}: {str(e).splitlines()[0]}",
-            field="address",
-            fix="ray start --head here, ray start --address=HERE:6379 on the others; or set [hosts] address",
-        ) from None
+        raise _no_cluster(address, str(e).splitlines()[0]) from None
     return ray
+
+
+def _knock(address: str) -> None:
+    """ConfigError where nobody listens there: Ray itself would go on trying for minutes."""
+    at = address
+    if at == "auto":  # what this host belongs to, as Ray itself finds it
+        kept = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+        at = os.environ.get("RAY_ADDRESS") or (kept.read_text().strip() if kept.is_file() else "")
+    host, _, port = at.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # Ray has its own words for that
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError) as e:
+        raise _no_cluster(at, getattr(e, "strerror", None) or "nobody answers") from None
+
+
+def _no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster at {address}: {why}",
+        field="address",
+        fix="ray start --head here, ray start --address=HERE:6379 on the others; or set [hosts] address",
+    )
 
 
 class Cluster:
     """A deployment's hold on a cluster, from the start of `up` to its end. The first host is this one."""
 
-    def __init__(self, deployment: Deployment, *, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self, deployment: Deployment, *, command: Sequence[str] = (), only_look: bool = False
+    ) -> None:
         """Join it and put a crew on every host. ConfigError for no cluster, or another version on a host.
 
-        `command` begins the processes' command lines; empty: splitserve by each host's own interpreter.
+        `command` begins the processes' command lines; empty: splitserve by each host's own interpreter. `only_look`:
+        nothing will be started, so that crews of this deployment may be there already.
         """
         self._config: HostsConfig = deployment.hosts
         self._ray = connect(deployment.hosts.address)
@@ -81,7 +110,7 @@ class Cluster:
         self._names: dict[str, str] = {}
         self._groups: dict[str, Any] = {}
         try:
-            self.hosts = self._enlist(deployment.name, tuple(command))
+            self.hosts = self._enlist(f"look-{os.getpid()}" if only_look else deployment.name, tuple(command))
         except BaseException:
             self.close()
             raise
@@ -123,6 +152,28 @@ class Cluster:
         table = groups.placement_group_table
         return {name: table(group)["bundles_to_node_id"][0] for name, group in self._groups.items()}
 
+    def check(self, host: Host, groups: Sequence[Group]) -> tuple[dict[str, Footprint], list[str]]:
+        """What engines of these groups need at least on that host, by role, and warnings about other engines there.
+
+        Raises what is wrong with their models or programs there, with the host's address before it.
+        """
+        try:
+            found: tuple[dict[str, Footprint], list[str]] = self._get(
+                [self._crews[host.name].check.remote(tuple(groups), host.topology.memory_free)]
+            )[0]
+        except SplitserveError as e:
+            e.message = f"host {host.address}: {e.message}"
+            raise
+        return found
+
+    def doctor(self, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """What `splitserve doctor` finds on each host, all at the same time."""
+        return list(
+            self._get(
+                [self._crews[h.name].doctor.remote(tuple(flags)) for h in self.hosts], within_s=DOCTOR_S
+            )
+        )
+
     def claim(self, specs: Sequence[ProcSpec]) -> dict[str, int]:
         """Ports of all processes on other hosts' crews."""
         asked = [
@@ -161,10 +212,10 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _get(self, calls: Any) -> Any:
+    def _get(self, calls: Any, *, within_s: float = CALL_S) -> Any:
         """Answers of crews. What they raise of ours comes as it is; PeerLost where a host does not answer."""
         try:
-            return self._ray.get(calls, timeout=CALL_S)
+            return self._ray.get(calls, timeout=within_s)
         except self._ray.exceptions.RayTaskError as e:
             raise e.cause or e from None
         except self._ray.exceptions.RayError as e:

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,16 +25,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitserve import __version__
-from splitserve.errors import PortTaken, RequestError
-from splitserve.launch import children, control, rundir, topology
+from splitserve.errors import PeerLost, PortTaken, RequestError
+from splitserve.launch import children, control, precheck, rundir, topology
 from splitserve.launch.commands import with_flags
+from splitserve.launch.deployment import Group
 from splitserve.launch.fence import fence
+from splitserve.launch.fits import Footprint
 from splitserve.launch.identity import Identity
 from splitserve.launch.logs import Follower
 from splitserve.launch.ports import Claims
 from splitserve.launch.rundir import RunDir
 
 LEASE_S = 15.0
+DOCTOR_S = 120.0
 ORPHAN_S = 2.0
 PAUSE_S = 0.02
 
@@ -76,6 +80,21 @@ class Crew:
         """This host: its name, the version here, and its topology as `splitserve topology --json` prints it."""
         found = topology.read().to_dict()
         return {"host": socket.gethostname(), "version": __version__, "topology": json.dumps(found)}
+
+    def check(self, groups: Sequence[Group], free: int) -> tuple[dict[str, Footprint], list[str]]:
+        """Models and programs of engines that are to run here; `free` bytes of memory. See precheck.py."""
+        warnings = precheck.check_engines(groups)
+        return precheck.check_models(groups, free=free), warnings
+
+    def doctor(self, flags: Sequence[str]) -> list[dict[str, Any]]:
+        """The findings of `splitserve doctor` here, in a process of its own. PeerLost where it ends without any."""
+        words = [sys.executable, "-m", "splitserve", "doctor", "--json", *flags]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=DOCTOR_S, check=False)
+        try:
+            return list(json.loads(done.stdout)["findings"])
+        except (ValueError, KeyError):
+            said = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise PeerLost(f"doctor on {socket.gethostname()} did not end well: {said}") from None
 
     def claim(self, wishes: Sequence[Wish]) -> dict[str, int]:
         """Hold a port for each; PortTaken where a wished one is not free."""

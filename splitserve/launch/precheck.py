@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, SplitserveError
-from splitserve.launch.deployment import Deployment, Group
+from splitserve.launch.deployment import Group
 from splitserve.launch.fits import Footprint
 
 
-def check_models(deployment: Deployment, *, free: int) -> dict[str, Footprint]:
+def check_models(groups: Sequence[Group], *, free: int) -> dict[str, Footprint]:
     """What an engine of each role needs at least; `free` bytes are there for those on the host.
 
     Raises the ConfigError or WeightsError that an engine would meet: no such model, truncated, unknown, odd TP.
     """
-    found = {str(group.role): check_model(group, free=free) for group in deployment.groups}
+    found = {str(group.role): check_model(group, free=free) for group in groups}
     return {role: footprint for role, footprint in found.items() if footprint is not None}
 
 
@@ -45,11 +46,11 @@ def _check_path(group: Group) -> None:
         )
 
 
-def check_engines(deployment: Deployment) -> list[str]:
+def check_engines(groups: Sequence[Group]) -> list[str]:
     """Warnings about the versions of other engines. ConfigError, with the line that installs it, for a missing one."""
     from splitserve.launch.engines import installed
 
-    programs = dict.fromkeys(g.program for g in deployment.groups if g.program.foreign)
+    programs = dict.fromkeys(g.program for g in groups if g.program.foreign)
     return [warning for program in programs if (warning := installed.check(program))]
 
 
