@@ -22,10 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from splitserve.ops.kernels.archs import FIRST_OVERLAP
+from splitserve.ops.kernels.forms import Forms
 
 WARP = 32
 
 _OVERLAP: ContextVar[bool] = ContextVar("overlap", default=True)
+
+_FORMS = Forms()
 
 _STARTED: ContextVar[list[str] | None] = ContextVar("started", default=None)
 """Where names of kernels that run are put; None: nowhere."""
@@ -148,7 +151,9 @@ def launch(
     constants.setdefault(
         "enable_fp_fusion", True
     )  # else Triton's own default, which changes between versions
-    first = next(a for a in args if isinstance(a, torch.Tensor))
+    first = (
+        args[0] if isinstance(args[0], torch.Tensor) else next(a for a in args if isinstance(a, torch.Tensor))
+    )
     if _OVERLAP.get() and arch_of(first) >= FIRST_OVERLAP:
         constants["launch_pdl"] = True
     if first.is_meta:
@@ -156,7 +161,10 @@ def launch(
     elif min(grid) > 0:
         if (names := _STARTED.get()) is not None:
             names.append(kernel.__name__)
-        kernel[grid](*args, **constants)
+        if first.is_cuda:
+            _FORMS.start(kernel, grid, args, constants)
+        else:
+            kernel[grid](*args, **constants)
 
 
 def arch_of(x: torch.Tensor) -> int:
@@ -183,7 +191,9 @@ def _num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def interpreted() -> bool:
+    """Whether TRITON_INTERPRET is set; kernels are what it was when they were defined."""
     return bool(triton.knobs.runtime.interpret)
 
 
