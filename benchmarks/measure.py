@@ -36,11 +36,13 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the working tree, with + where it has changes."""
+    """The commit of the working tree, with + where it has changes; "unknown" outside a repository."""
     root = Path(__file__).parent.parent
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
+    if head.returncode:
+        return os.environ.get("SPLITSERVE_COMMIT", "unknown")
     dirty = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=root, check=False).returncode
     return head.stdout.strip() + ("+" if dirty else "")
 

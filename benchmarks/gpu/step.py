@@ -425,6 +425,7 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
             say(f"  {us:9.1f} us {calls:7.1f} calls {us / calls:7.2f} us  {name}")
     if bench.lead and args.keep:
         say(f"kept in {keep(args.keep, result)}")
+    replay.close()
     bench.tp.close()
 
 

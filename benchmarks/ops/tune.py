@@ -9,10 +9,11 @@ FORMAT is e4m3 (dense), bf16 (dense) or e2m1 (routed experts).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
@@ -67,8 +68,8 @@ def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
     few = shape.rows <= 16
     stages, fills = (3,), (1,)
     if few and shape.experts:
-        tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4), (128, 16, 8)]}
-        stages, fills = (3, 4, 6), (1, 3, 6, 12)
+        tiles = {False: [(64, 16, 4)], True: [(128, 16, 4), (128, 16, 8), (256, 16, 8)]}
+        stages, fills = (3, 4, 5), (1, 3)
     elif few:
         tiles = {False: [(32, 16, 2), (64, 16, 4)], True: [(64, 16, 4), (128, 16, 4)]}
         stages, fills = (4, 6), (1, 2, 4)
@@ -85,7 +86,7 @@ def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
             (128, 128, 4),
             (256, 128, 8),
         ]
-        tiles, stages = {False: many, True: []}, (2, 3)
+        tiles, stages = {False: many, True: [*many, (64, 128, 4), (128, 256, 8)]}, (2, 3, 4)
     for eight in (False, True) if shape.form != "bf16" else (False,):
         for bn, bm, warps in tiles[eight]:
             for ns, fill in product(stages, fills):
@@ -99,7 +100,7 @@ def candidates(shape: Shape) -> Iterator[dict[str, Any]]:
                 yield {"eight": eight} | config | ({} if eight else {"BK": 128})
 
 
-def weights(shape: Shape, device: str) -> list[Codes | Words | torch.Tensor]:
+def weights(shape: Shape, device: str, eight: bool = True) -> list[Codes | Words | torch.Tensor]:
     stack = (shape.experts,) if shape.experts else ()
     number = {"e2m1": 0.5, "e4m3": 1, "bf16": 2}[shape.form]
     total = int(max(shape.experts, 1) * shape.out * shape.size * number)
@@ -112,7 +113,8 @@ def weights(shape: Shape, device: str) -> list[Codes | Words | torch.Tensor]:
             scales = torch.full(
                 (*stack, shape.size // 128, shape.out), 0x77767778, dtype=torch.int32, device=device
             )
-            result.append(Words(codes.random_(-32768, 32767) if device != "meta" else codes, scales))
+            codes = codes if device == "meta" else codes.random_(-32768, 32767)
+            result.append(Words(codes, scales, eight))
         else:
             codes = torch.empty(*stack, shape.out, shape.size, dtype=torch.uint8, device=device)
             codes = codes.random_(0, 120) if device != "meta" else codes
@@ -128,8 +130,9 @@ def calls(
     config = dict(config)
     pairs = bool(shape.experts) and shape.name == "down"
     x: Any = torch.randn(shape.tokens * (COUNT if pairs else 1), shape.size, device=device).bfloat16()
-    if config.pop("eight"):
+    if eight := config.pop("eight"):
         x = quantise_rows(x)
+    all_weights = [replace(w, eight=eight) if isinstance(w, Words) else w for w in all_weights]
     starting.tuned = lambda *_: dict(config)
     limit = 10.0 if shape.glu else None
     if not shape.experts:
@@ -159,7 +162,7 @@ def main() -> None:
     forms = sys.argv[1].split(",")
     tokens = [int(t) for t in sys.argv[2].split(",")]
     jobs = [(s, c) for s in shapes(forms, tokens) for c in candidates(s)]
-    with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         refused = list(pool.map(compile_one, jobs, chunksize=4))
     print(f"{len(jobs)} candidates, {sum(map(bool, refused))} refused: {set(refused) - {''}}", flush=True)
     if "compile" in sys.argv:

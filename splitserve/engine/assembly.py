@@ -28,7 +28,7 @@ from splitserve.engine.follower import Follower, Watched
 from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.limits import Limits
 from splitserve.engine.link import ServerLink
-from splitserve.engine.loop import Loop
+from splitserve.engine.loop import GPU_HANDOFF_POLL_S, Loop
 from splitserve.engine.replay import Replay, replayable
 from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
@@ -153,6 +153,8 @@ class Builder:
             alive_fd=alive_fd,
         )
         loop.plan_ahead = self.config.plan_ahead or plain.replay is not None
+        if self.device.type == "cuda":
+            loop.handoff_poll_s = GPU_HANDOFF_POLL_S
         return Engine(loop, capacity.max_len, self._facts(join, capacity, meets=port is not None))
 
     def follower(self, line: Line, alive_fd: int | None) -> Follower:
@@ -326,6 +328,7 @@ class Builder:
             max_seqs=self.config.max_seqs,
             max_len=sized.max_len,
         )
+        self.closing.callback(replay.close)
         seconds = replay.prepare(lambda done: self.say("graphs", done))
         _log.info("decoding is recorded for up to %d sequences, in %.1f s", replay.most, seconds)
         runner.replay = replay

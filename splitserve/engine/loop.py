@@ -31,6 +31,9 @@ IDLE_S = 0.5
 """Longest sleep: only a bound on surprises, since messages and peers wake the loop by their descriptors."""
 
 HANDOFF_POLL_S = 0.001
+GPU_HANDOFF_POLL_S = (
+    0.0002  # there a core is free for it, and a whole prompt's bytes move in less than a millisecond
+)
 """Transports without a descriptor (NIXL) are asked this often while a handoff is open and nothing is computed."""
 
 LOAD_INTERVAL_S = 0.1
@@ -47,6 +50,7 @@ class Loop:
     """`plan_ahead`, off until it is set: launch step n + 1 before the result of step n is awaited.
 
     A device then never waits for planning; an answer's end is found one step late, and that step's token is dropped.
+    `handoff_poll_s` is how often an idle loop looks whether bytes have moved, while a handoff is open.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Loop:
         self._lifetimes = controls.lifetimes
         self._clock = clock
         self.plan_ahead = False
+        self.handoff_poll_s = HANDOFF_POLL_S
         self._in_flight: _Launched | None = None
         self._stopping = False
         self._last_load: wire.Load | None = None
@@ -202,4 +207,6 @@ class Loop:
         self._report_load(now, force=True)
         deadline = self._scheduler.next_deadline()
         patience = IDLE_S if deadline is None else min(IDLE_S, deadline - now)
-        return min(patience, self._transfers.patience(now, HANDOFF_POLL_S)) if self._transfers else patience
+        return (
+            min(patience, self._transfers.patience(now, self.handoff_poll_s)) if self._transfers else patience
+        )

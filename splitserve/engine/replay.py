@@ -166,6 +166,12 @@ class Replay:
         ready.run()
         return Started(self._told[: len(chunks)], ready.logits[: len(chunks)])
 
+    def close(self) -> None:
+        """Let go of the graphs. Before their group leaves: NCCL waits a minute for graphs that hold its sums."""
+        if self._ready and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._ready.clear()
+
     def _fill(
         self,
         chunks: Sequence[Chunk],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 
 import zmq
+
+MILLISECOND = 0.001
 
 
 class Waiting:
@@ -19,11 +22,15 @@ class Waiting:
             self._poller.register(alive_fd, zmq.POLLIN)
 
     def wait(self, at_most_s: float, fds: Collection[int] = ()) -> bool:
-        """Sleep until a socket or one of `fds` is readable. False when the parent has gone."""
+        """Sleep until a socket or one of `fds` is readable. False when the parent has gone.
+
+        Less than a millisecond is slept through: the poller knows whole ones only.
+        """
         self._watch(set(fds))
-        ready = dict(
-            self._poller.poll(max(0, math.ceil(at_most_s * 1000)))
-        )  # it knows whole milliseconds only
+        if 0 < at_most_s < MILLISECOND:
+            time.sleep(at_most_s)
+            at_most_s = 0.0
+        ready = dict(self._poller.poll(max(0, math.ceil(at_most_s / MILLISECOND))))
         return self._alive_fd is None or self._alive_fd not in ready
 
     def _watch(self, wanted: set[int]) -> None:

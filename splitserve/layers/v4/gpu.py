@@ -30,6 +30,7 @@ class GpuKernels:
         self.expert_ffn = partial(v4.expert_ffn, exact=exact)
         self.grouped_linear = partial(v4.grouped_linear, exact=exact)
         self.mix_onto = partial(v4.mix_onto, exact=exact)
+        self.prepare = partial(v4.prepare, exact=exact)
         self._side: torch.cuda.Stream | None = None
 
     def beside(self, tokens: int, work: Callable[[], T]) -> Callable[[], T]:
@@ -66,7 +67,6 @@ class GpuKernels:
     index_scores = staticmethod(v4.index_scores)
     linear_f32 = staticmethod(v4.linear_f32)
     pool_windows = staticmethod(v4.pool_windows)
-    prepare = staticmethod(v4.prepare)
     rms_norm = staticmethod(v4.rms_norm)
     rms_norm_rotate = staticmethod(v4.rms_norm_rotate)
     rotate_tail = staticmethod(v4.rotate_tail)

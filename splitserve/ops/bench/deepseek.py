@@ -46,7 +46,7 @@ def codes(out: int, size: int) -> Codes:
 def words(experts_: int, out: int, size: int) -> Words:
     values = torch.empty(experts_, out, size // 4, dtype=torch.int16, device="cuda").random_(-32768, 32768)
     scales = torch.full((experts_, size // 128, out), 0x77767578, dtype=torch.int32, device="cuda")
-    return Words(values, scales)
+    return Words(values, scales, eight=True)
 
 
 def linears(tokens: int) -> Iterator[Case]:

@@ -83,9 +83,9 @@ def tiles(*shape: int) -> Codes:
     return Codes(meta(*shape, dtype=torch.float8_e4m3fn), scales, (128, 128), True)
 
 
-def words(*shape: int) -> Words:
+def words(*shape: int, eight: bool = False) -> Words:
     codes = meta(*shape[:-1], shape[-1] // 4, dtype=torch.int16)
-    return Words(codes, meta(*shape[:-2], shape[-1] // 128, shape[-2], dtype=torch.int32))
+    return Words(codes, meta(*shape[:-2], shape[-1] // 128, shape[-2], dtype=torch.int32), eight)
 
 
 def _each(kernel: str, start: Callable[[int], object]) -> Callable[[int], None]:
@@ -129,10 +129,11 @@ def _matrix_cases() -> Iterator[Case]:
     for kind, make in (("e4m3", tiles), ("e2m1", words)):
         yield Case(f"linear_{kind}", _each(f"weigh_{kind}", partial(_linear, make)))
         eight = partial(_each_rounded, f"weigh8_{kind}", f"rounded_{kind}")
-        yield Case(f"linear_rounded_{kind}", eight(partial(_linear_rounded, make)))
+        rounded = partial(words, eight=True) if make is words else make
+        yield Case(f"linear_rounded_{kind}", eight(partial(_linear_rounded, rounded)))
         yield Case(f"experts_{kind}", _each_group(partial(_experts, make, False)))
-        rounded = partial(_experts, make, True)
-        yield Case(f"experts_rounded_{kind}", _each_group(rounded, rounded=f"rounded_{kind}"))
+        start = partial(_experts, rounded, True)
+        yield Case(f"experts_rounded_{kind}", _each_group(start, rounded=f"rounded_{kind}"))
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )

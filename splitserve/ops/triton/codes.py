@@ -2,10 +2,10 @@
 
     e4m3   s eeee mmm   ->   s 0000eeee mmm 0000   the value times 2 ** -120, subnormal codes included
     e2m1   s ee m       ->   s 000000ee m 000000   the value times 2 ** -126
-    e2m1   s ee m       ->   s 00ee m 00, an e4m3   the value times 2 ** -6
+    e2m1   s ee m       ->   an e4m3 that has its group's scale in it, as far as that differs from its block's
 
 Products with bf16 powers of two are exact, so that the missing factor and a scale come in with one multiplication. The
-compiler would take codes apart one by one; the PTX here takes them two by two.
+compiler would take codes apart one by one; the PTX here takes them two by two, or four by four.
 
 NATIVE, in every kernel: products in bf16, codes by PTX. Off under the interpreter, which has neither PTX nor bf16
 arithmetic: there the same numbers are float32.
@@ -100,48 +100,94 @@ def e2m1_bits(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def e4m3_numbers(codes, NATIVE: tl.constexpr):
-    """e4m3 of any shape, as they are for products of eight bits (as float32 unless NATIVE)."""
-    if NATIVE:
-        return codes
-    else:
-        return codes.to(tl.float32)
+def e2m1_bytes(words, scale, NATIVE: tl.constexpr):
+    """128 numbers of each row, as four tensors [n, 32] of e4m3 codes (of float32 unless NATIVE), 32 neighbours each.
 
-
-@triton.jit
-def e2m1_numbers(codes, NATIVE: tl.constexpr):
-    """int16 of any shape, four codes each -> four e4m3 (float32 unless NATIVE) of that shape: values times 2 ** -6."""
+    `words` [n, 32] int16 and `scale` [n] int32 are those of v4/quant.py. What comes out lacks common_scale(scale).
+    A code's three bits choose one of eight bytes, in which its group's scale is already: two registers hold them.
+    Four words of a row must lie in one thread, one after another. That is so where products of eight bits take them
+    from registers; v4/quant.py tries it on every device before it relies on it.
+    """
+    low0, high0 = _bytes_of(scale & 15)
+    low1, high1 = _bytes_of((scale >> 4) & 15)
+    low2, high2 = _bytes_of((scale >> 8) & 15)
+    low3, high3 = _bytes_of((scale >> 12) & 15)
     if NATIVE:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $4, $5, 0x6420;
-            prmt.b32 b, $4, $5, 0x7531;
-            shl.b32 c, a, 4;
-            shl.b32 d, a, 2;
-            and.b32 c, c, 0x80808080;
-            lop3.b32 $0, d, 0x1c1c1c1c, c, 0xea;
-            shr.u32 d, a, 2;
-            and.b32 c, a, 0x80808080;
-            lop3.b32 $1, d, 0x1c1c1c1c, c, 0xea;
-            shl.b32 c, b, 4;
-            shl.b32 d, b, 2;
-            and.b32 c, c, 0x80808080;
-            lop3.b32 $2, d, 0x1c1c1c1c, c, 0xea;
-            shr.u32 d, b, 2;
-            and.b32 c, b, 0x80808080;
-            lop3.b32 $3, d, 0x1c1c1c1c, c, 0xea;
+            .reg .b32 m, n, t;
+            and.b32 m, $4, 0x77777777;
+            prmt.b32 t, $6, $10, m;
+            lop3.b32 $0, $4, 0x80808080, t, 0xea;
+            shr.u32 n, m, 16;
+            prmt.b32 t, $14, $18, n;
+            shl.b32 n, $4, 4;
+            lop3.b32 $1, n, 0x80808080, t, 0xea;
+            and.b32 m, $5, 0x77777777;
+            prmt.b32 t, $22, $26, m;
+            lop3.b32 $2, $5, 0x80808080, t, 0xea;
+            shr.u32 n, m, 16;
+            prmt.b32 t, $30, $34, n;
+            shl.b32 n, $5, 4;
+            lop3.b32 $3, n, 0x80808080, t, 0xea;
             }""",
-            "=r,=r,=r,=r,r,r",
-            [codes],
-            dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+            "=r,=r,=r,=r,r,r" + ",r" * 32,
+            [
+                words,
+                low0[:, None], high0[:, None], low1[:, None], high1[:, None],
+                low2[:, None], high2[:, None], low3[:, None], high3[:, None],
+            ],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8),
             is_pure=True,
             pack=4,
-        )
+        )  # fmt: skip
     else:
-        scale: tl.constexpr = 2.0**120
-        a, b, c, d = e2m1_bits(codes, False)
-        return a * scale, b * scale, c * scale, d * scale
+        w0, w1, w2, w3 = _pick(words, 0), _pick(words, 1), _pick(words, 2), _pick(words, 3)
+        return (
+            _spread(w0, w0 | (w1 << 16), 7, scale & 15),
+            _spread(w1, w0 | (w1 << 16), 3, (scale >> 4) & 15),
+            _spread(w2, w2 | (w3 << 16), 7, (scale >> 8) & 15),
+            _spread(w3, w2 | (w3 << 16), 3, (scale >> 12) & 15),
+        )
+
+
+@triton.jit
+def _bytes_of(exponent):
+    """e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, each times 2 ** (exponent - 5) with exponents 0..11; lowest byte first."""
+    return 0x14100800 + exponent * 0x08080800, 0x24201C18 + exponent * 0x08080808
+
+
+@triton.jit
+def _pick(words, which: tl.constexpr):
+    """[n, 32] -> [n, 8]: word `which` of each four, as int32."""
+    four = tl.reshape(words.to(tl.int32) & 0xFFFF, (words.shape[0], 8, 4))
+    return tl.sum(tl.where(tl.arange(0, 4)[None, None, :] == which, four, 0), 2)
+
+
+@triton.jit
+def _spread(sizes, signs, FIRST: tl.constexpr, exponent):
+    """float32 [n, 32]: four numbers of each word [n, 8]; their signs are bits FIRST, FIRST + 8, ... of `signs`."""
+    i = tl.arange(0, 4)[None, None, :]
+    bits = ((sizes[:, :, None] >> (4 * i)) & 7) << 22
+    sign = ((signs[:, :, None] >> (8 * i + FIRST)) & 1) << 31
+    numbers = (bits | sign).to(tl.float32, bitcast=True) * (2.0**126)
+    scale = ((exponent + (127 - 5)) << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(numbers * scale[:, None, None], (sizes.shape[0], 32))
+
+
+@triton.jit
+def common_scale(scale):
+    """float32 powers of two that all 128 numbers have in common."""
+    return ((scale << 7) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_numbers(codes, NATIVE: tl.constexpr):
+    """uint8 or e4m3 of any shape as e4m3, for products of eight bits (as float32 unless NATIVE)."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        return codes.to(tl.float32)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ and what is stored is silu(gate) * up, clamped, times the row's weight.
     format   codes                          scales
     bf16     [.., N, K] bf16                none
     e4m3     [.., N, K] bytes               [.., N / TR, K / TC] float32; powers of two multiply weights, others sums
-    e2m1     [.., N, K / 4] uint16          [.., K / 128, N] four ue8m0 in an int32; see `repack`
+    e2m1     [.., N, K / 4] int16, tiled    [.., K / 128, N] four ue8m0 in an int32; see v4/quant.py
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ def weigh(
     last = tl.minimum(first + part, K)
     if FORMAT == "e2m1":
         j = tl.arange(0, 32)
-        weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]
+        lies = (n // TR) * ((K // 128) * TR) + n % TR  # TR rows lie side by side in each block of 128
+        weights = codes + expert * N * (K // 4) + lies[:, None] * 32 + j[None, :]
         words = scales + expert * (K // 128) * N + n
         for b in tl.range(first // 128, last // 128, num_stages=STAGES):
             if EVEN:
-                packed = tl.load(weights + b * 32)
+                packed = tl.load(weights + b * (TR * 32))
                 word = tl.load(words + b * N)
             else:
-                packed = tl.load(weights + b * 32, mask=inside[:, None], other=0)
+                packed = tl.load(weights + b * (TR * 32), mask=inside[:, None], other=0)
                 word = tl.load(words + b * N, mask=inside, other=0)
             at = rows + b * 128 + j[:, None]
             x0 = tl.load(at, mask=here, other=0.0).to(NUM)

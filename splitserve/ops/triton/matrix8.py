@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splitserve.ops.triton.codes import E4M3_BIAS, e2m1_numbers, e4m3_bits, e4m3_numbers, e4m3_scale, to_e4m3
+from splitserve.ops.triton.codes import (
+    E4M3_BIAS,
+    common_scale,
+    e2m1_bytes,
+    e4m3_bits,
+    e4m3_numbers,
+    e4m3_scale,
+    to_e4m3,
+)
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
 from splitserve.ops.triton.overlap import follow
 
@@ -56,13 +64,14 @@ def weigh8(
     last = tl.minimum(first + part, blocks)
     if FORMAT == "e2m1":
         j = tl.arange(0, 32)
-        weights = codes + expert * N * (K // 4) + n[:, None] * (K // 4) + j[None, :]
+        lies = (n // TR) * (blocks * TR) + n % TR  # TR rows lie side by side in each block of 128
+        weights = codes + expert * N * (K // 4) + lies[:, None] * 32 + j[None, :]
         words = scales + expert * blocks * N + n
         for b in tl.range(first, last, num_stages=STAGES):
             packed = (
-                tl.load(weights + b * 32)
+                tl.load(weights + b * (TR * 32))
                 if EVEN
-                else tl.load(weights + b * 32, mask=inside[:, None], other=0)
+                else tl.load(weights + b * (TR * 32), mask=inside[:, None], other=0)
             )
             word = tl.load(words + b * N) if EVEN else tl.load(words + b * N, mask=inside, other=0)
             at = rows + b * 128 + j[:, None]
@@ -71,13 +80,12 @@ def weigh8(
             x2 = tl.load(at + 64, mask=here, other=0.0)
             x3 = tl.load(at + 96, mask=here, other=0.0)
             xs = tl.load(row_scales + b * step, mask=one, other=0.0)
-            w0, w1, w2, w3 = e2m1_numbers(packed, NATIVE)
-            block = tl.dot(w0, e4m3_numbers(x0, NATIVE)) * _exponent(word << 23)[:, None]
-            block += tl.dot(w1, e4m3_numbers(x1, NATIVE)) * _exponent(word << 15)[:, None]
-            block += tl.dot(w2, e4m3_numbers(x2, NATIVE)) * _exponent(word << 7)[:, None]
-            block += tl.dot(w3, e4m3_numbers(x3, NATIVE)) * _exponent(word >> 1)[:, None]
-            sums += block * xs[None, :]
-        sums *= 64.0  # e2m1 as e4m3 lacks 2 ** 6
+            w0, w1, w2, w3 = e2m1_bytes(packed, word, NATIVE)
+            block = tl.dot(e4m3_numbers(w0, NATIVE), e4m3_numbers(x0, NATIVE))
+            block = tl.dot(e4m3_numbers(w1, NATIVE), e4m3_numbers(x1, NATIVE), block)
+            block = tl.dot(e4m3_numbers(w2, NATIVE), e4m3_numbers(x2, NATIVE), block)
+            block = tl.dot(e4m3_numbers(w3, NATIVE), e4m3_numbers(x3, NATIVE), block)
+            sums += block * common_scale(word)[:, None] * xs[None, :]
     else:
         k = tl.arange(0, 128)
         weights = codes + expert * N * K + n[:, None].to(tl.int64) * K + k[None, :]
@@ -93,12 +101,6 @@ def weigh8(
             xs = tl.load(row_scales + b * step, mask=one, other=0.0)
             sums += tl.dot(e4m3_numbers(w, NATIVE), e4m3_numbers(xb, NATIVE)) * ws[:, None] * xs[None, :]
     put(sums, row, n, inside, out, factors, num_rows, N, limit, GLU, WEIGHTED, SPLITS, BN, BM)
-
-
-@triton.jit
-def _exponent(word):
-    """Bits 23 to 30 of an int32 as the float32 that has them as its exponent."""
-    return (word & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

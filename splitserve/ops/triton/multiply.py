@@ -40,11 +40,17 @@ class Codes:
 class Words:
     """E2M1 weights as the kernels read them (see `repack`); leading dimensions are experts."""
 
-    codes: torch.Tensor  # [..., out, in / 4] int16
+    codes: torch.Tensor  # [..., out, in / 4] int16: in memory [..., out / height, in / 128, height, 32]
     scales: torch.Tensor  # [..., in / 128, out] int32
+    eight: bool  # for products of eight bits, with rows that are rounded; else for rows as they are
+
+    @staticmethod
+    def height(num_out: int) -> int:
+        """Rows that lie side by side: then a program reads kilobytes in a row from memory, and not 64 bytes."""
+        return min(32, num_out & -num_out)
 
     def __getitem__(self, expert: int) -> Words:
-        return Words(self.codes[expert], self.scales[expert])
+        return Words(self.codes[expert], self.scales[expert], self.eight)
 
 
 @dataclass(frozen=True)
@@ -196,16 +202,21 @@ def rounded(
     rows: int | None = None,  # that share a matrix, where that is not all of them
 ) -> torch.Tensor | Rounded:
     """x rounded to e4m3: as codes where products of eight bits are there and pay, else as the numbers they stand for."""
-    kind = "rounded_e2m1" if isinstance(weight, Words) else "rounded_e4m3"
-    eight = arch_of(x) >= FIRST_FP8 and tuned(kind, arch_of(x), len(x) if rows is None else rows)["EIGHT"]
+    if isinstance(weight, Words):
+        return quantise_rows(x) if weight.eight else round_rows(x)
+    eight = (
+        arch_of(x) >= FIRST_FP8
+        and tuned("rounded_e4m3", arch_of(x), len(x) if rows is None else rows)["EIGHT"]
+    )
     return quantise_rows(x) if eight else round_rows(x)
 
 
 def _format(weight: Matrix, eight: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Codes and scales as the kernel takes them, and its constants."""
     match weight:
-        case Words():
-            constants = {"FORMAT": "e2m1", "TR": 1} | ({} if eight else {"POWERS": True, "TC": BLOCK})
+        case Words() if weight.eight == eight:
+            constants = {"FORMAT": "e2m1", "TR": Words.height(weight.codes.shape[-2])}
+            constants |= {} if eight else {"POWERS": True, "TC": BLOCK}
             return weight.codes, weight.scales, constants
         case Codes():
             constants = {"FORMAT": "e4m3", "TR": weight.tile[0]}
@@ -217,7 +228,8 @@ def _format(weight: Matrix, eight: bool) -> tuple[torch.Tensor, torch.Tensor, di
             return weight, weight, {"FORMAT": "bf16", "POWERS": True, "TR": 1, "TC": BLOCK}
         case _:
             raise TypeError(
-                f"no kernel for weights of type {type(weight).__name__}: `prepare` them after loading"
+                f"no kernel for weights of type {type(weight).__name__} and {'rounded ' if eight else ''}rows: "
+                "`prepare` them for these after loading"
             )
 
 
