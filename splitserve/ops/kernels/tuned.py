@@ -10,7 +10,7 @@ An entry serves sizes up to `upto` (null: any); what the size is (tokens, mostly
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -21,7 +21,12 @@ DATA = "splitserve.ops.kernels"
 
 
 def tuned(kernel: str, arch: int, size: int = 1) -> dict[str, Any]:
-    """Constants of `kernel` for `size` on `arch`. Raises ConfigError for a kernel without an entry."""
+    """Constants of `kernel` for `size` on `arch`, to keep. Raises ConfigError for a kernel without an entry."""
+    return dict(_tuned(kernel, arch, size))
+
+
+@lru_cache(1 << 14)
+def _tuned(kernel: str, arch: int, size: int) -> dict[str, Any]:
     for table in (_table(f"sm{arch}"), _table("default")):
         for entry in table.get(kernel, ()):
             if entry["upto"] is None or size <= entry["upto"]:

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.overlap import follow
@@ -254,7 +255,7 @@ def write_rows(
     launch(
         put_rows, (tokens, heads), view, k, v, page, row,
         heads, *view.stride()[:3], *k.stride()[:2], *v.stride()[:2], dim,
-        BD=triton.next_power_of_2(dim), num_warps=1,
+        BD=next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
 
 
@@ -292,16 +293,16 @@ def attend_decode(
     kv_heads = view.shape[1]
     config = tuned("decode_span", arch_of(q), plan.longest)
     config["STAGES"] = config.pop("num_stages")
-    spans = max(1, triton.cdiv(plan.longest, config["SPAN"]))
+    spans = max(1, cdiv(plan.longest, config["SPAN"]))
     part = torch.empty(seqs, heads, spans, dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(seqs, heads, spans, dtype=torch.float32, device=q.device) for _ in range(2))
     group = heads // kv_heads
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_2(dim)
     launch(
         decode_span, (seqs, kv_heads, spans),
         q, view, *_steps(view), plan.pages, plan.lens, part, top, total,
         kv_heads, group, plan.pages.shape[1], view.shape[2], plan.window, spans, scale * LOG2E,
-        NATIVE=not interpreted(), D=dim, BD=max(16, width), BG=max(16, triton.next_power_of_2(group)), **config,
+        NATIVE=not interpreted(), D=dim, BD=max(16, width), BG=max(16, next_power_of_2(group)), **config,
     )  # fmt: skip
     out = torch.empty_like(q)
     launch(decode_join, (seqs * heads,), part, top, total, out, spans, D=dim, BD=width, BS=16, num_warps=4)
@@ -333,10 +334,10 @@ def attend_prefill(
     config = tuned("prefill", arch_of(q), dim)
     config["STAGES"] = config.pop("num_stages")
     launch(
-        prefill, (triton.cdiv(tokens, config["BM"]), heads),
+        prefill, (cdiv(tokens, config["BM"]), heads),
         q, view, *_steps(view), plan.pages, out,
         tokens, heads, heads // view.shape[1], plan.kv_len, view.shape[2], plan.window, q.stride(0), scale * LOG2E,
-        NATIVE=not interpreted(), D=dim, BD=max(16, triton.next_power_of_2(dim)), **config,
+        NATIVE=not interpreted(), D=dim, BD=max(16, next_power_of_2(dim)), **config,
     )  # fmt: skip
     return out
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.ref.dense import embed, linear
 from splitserve.ops.triton.norms import add_rms_norm, norm_and_turn
@@ -49,5 +50,5 @@ def swiglu(
     size = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * size)
     out = torch.empty(len(flat), size, dtype=flat.dtype, device=flat.device)
-    launch(silu_mul, (len(flat), triton.cdiv(size, 1024)), flat, out, size, BD=1024, num_warps=4)
+    launch(silu_mul, (len(flat), cdiv(size, 1024)), flat, out, size, BD=1024, num_warps=4)
     return out.view(*gate_up.shape[:-1], size)

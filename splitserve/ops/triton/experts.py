@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
@@ -34,7 +34,7 @@ def mix_experts(
     """Twin of ref.mix_experts; the sum over a token's experts is float32."""
     experts, weights = experts.contiguous(), weights.contiguous()
     tokens, count = experts.shape
-    block = tuned("group_pairs", arch_of(x), triton.cdiv(tokens * count, len(gate_up)))["BM"]
+    block = tuned("group_pairs", arch_of(x), cdiv(tokens * count, len(gate_up)))["BM"]
     groups = group_pairs(experts, local=range(len(gate_up)), block=block)
     inner = multiply(x, gate_up, groups=groups, share=count, limit=math.inf)
     parts = multiply(inner, down, groups=groups, factors=weights)

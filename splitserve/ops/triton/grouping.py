@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
@@ -165,18 +166,18 @@ def group_pairs(
     experts = experts.contiguous()
     pairs, held = experts.numel(), len(local)
     num_blocks = min(pairs, held + pairs // block) if pairs else 0
-    size = triton.next_power_of_2(max(held, 16))
+    size = next_power_of_2(max(held, 16))
     rows_of = torch.empty(num_blocks * block, dtype=torch.int32, device=experts.device)
     expert_of = torch.empty(num_blocks, dtype=torch.int32, device=experts.device)
     if pairs <= FEW:
         launch(
-            group_few, (triton.cdiv(pairs, FEW_CHUNK),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
-            EXPERTS=size, PAIRS=max(16, triton.next_power_of_2(pairs)), BM=block, CHUNK=FEW_CHUNK,
+            group_few, (cdiv(pairs, FEW_CHUNK),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
+            EXPERTS=size, PAIRS=max(16, next_power_of_2(pairs)), BM=block, CHUNK=FEW_CHUNK,
             num_warps=4,
         )  # fmt: skip
         return Groups(rows_of, expert_of, num_blocks, block)
     rows_of.fill_(-1)
-    chunks = triton.cdiv(pairs, CHUNK)
+    chunks = cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, size, dtype=torch.int32, device=experts.device)
     sizes = {"EXPERTS": size, "CHUNK": CHUNK}
     launch(group_count, (chunks,), experts, counts, pairs, local.start, held, **sizes, num_warps=4)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
@@ -64,7 +65,7 @@ def _move(
     )
     a, b = source.view(word), target.view(word)
     launch(
-        move_units, (len(source_ids), triton.cdiv(a.shape[1], 1024)),
+        move_units, (len(source_ids), cdiv(a.shape[1], 1024)),
         a, source_ids, b, target_ids, a.stride(0), b.stride(0), a.shape[1],
         FROM=named == "source", TO=named == "target", BD=1024, num_warps=4,
     )  # fmt: skip

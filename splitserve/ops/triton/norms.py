@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
@@ -122,11 +123,11 @@ def norm_and_turn(
         x = x.contiguous()
     out = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
     cos, sin = table or (out, out)
-    width = triton.next_power_of_2(size)
+    width = next_power_of_2(size)
     rows = max(1, 2048 // width)
     kind = "" if weight is None else "rounded" if narrow else "wide"
     launch(
-        norm_turn, (triton.cdiv(tokens * heads, rows),),
+        norm_turn, (cdiv(tokens * heads, rows),),
         x, out if weight is None else weight, cos, sin, out,
         tokens * heads, heads, x.stride(0), x.stride(1), eps or 0.0,
         D=size, BD=width, ROPE=0 if table is None else 2 * cos.shape[-1], NORM=eps is not None, WEIGHT=kind,
@@ -147,6 +148,6 @@ def add_rms_norm(
     rows, size = x.shape
     launch(
         add_norm, (rows,), x, y, weight, total, out, rows, eps,
-        D=size, BD=triton.next_power_of_2(size), num_warps=8 if size >= 4096 else 4,
+        D=size, BD=next_power_of_2(size), num_warps=8 if size >= 4096 else 4,
     )  # fmt: skip
     return total, out

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
@@ -101,7 +102,7 @@ def add_up(
     tokens, count = experts.shape
     out = torch.empty(tokens, size, dtype=dtype, device=parts.device)
     launch(
-        add_choices, (tokens, triton.cdiv(size, 1024)),
+        add_choices, (tokens, cdiv(size, 1024)),
         parts, experts, out if plus is None else plus, out, pairs, size, count, local.start, len(local),
         SPLITS=splits, PLUS=plus is not None, BD=1024, num_warps=4,
     )  # fmt: skip
@@ -129,7 +130,7 @@ def choose(
         choose_few, (num_tokens,),
         logits, weights if bias is None else bias, none if table is None else table.contiguous(),
         none if tokens is None else tokens, weights, experts, num_experts, count, scale,
-        MODE=mode, NORMALIZE=normalize, EXPERTS=triton.next_power_of_2(num_experts),
-        COUNT=triton.next_power_of_2(count), num_warps=1,
+        MODE=mode, NORMALIZE=normalize, EXPERTS=next_power_of_2(num_experts),
+        COUNT=next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return weights, experts

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.digest import GOLDEN, _down, _mixed
 from splitserve.ops.triton.overlap import follow
@@ -69,12 +70,12 @@ def draw(
     """argmax(logits / temperature + noise(key)), as engine.sampler does it."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, PART)
+    parts = cdiv(vocab, PART)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     launch(
         best_of_part, (rows, parts), logits, temperatures, keys, values, tokens, vocab, BD=PART, num_warps=8
     )
-    launch(best_of_parts, (rows,), values, tokens, out, parts, BP=triton.next_power_of_2(parts), num_warps=1)
+    launch(best_of_parts, (rows,), values, tokens, out, parts, BP=next_power_of_2(parts), num_warps=1)
     return out

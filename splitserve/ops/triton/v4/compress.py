@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.ref.v4.compress import Saves, Windows, plan_saves, plan_windows
 from splitserve.ops.triton.overlap import follow
@@ -85,7 +86,7 @@ def pool_windows(
     out = torch.empty(len(windows), width, dtype=torch.float32, device=fresh.device)
     old = pending if carry is None else carry
     launch(
-        pool, (len(windows), triton.cdiv(width, BW)),
+        pool, (len(windows), cdiv(width, BW)),
         fresh, pending, pending.stride(0), pending.stride(1), old, old.stride(0), old.stride(1),
         windows.slot, windows.own.contiguous(), windows.before.contiguous(), windows.before_row.contiguous(),
         windows.has_before, out, fresh.stride(0),

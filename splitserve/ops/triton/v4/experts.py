@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
@@ -65,7 +66,7 @@ def clamped_swiglu(
     size = gate_up.shape[-1] // 2
     flat = gate_up.contiguous().view(-1, 2 * size)
     out = torch.empty(len(flat), size, dtype=torch.float32, device=flat.device)
-    launch(gated, (len(flat), triton.cdiv(size, 1024)), flat, out, size, limit, BD=1024, num_warps=4)
+    launch(gated, (len(flat), cdiv(size, 1024)), flat, out, size, limit, BD=1024, num_warps=4)
     return out.view(*gate_up.shape[:-1], size)
 
 
@@ -116,7 +117,7 @@ def _parts(
     (gate_up, down), (weights, experts) = matrices, chosen
     experts, weights = experts.contiguous(), weights.contiguous()
     tokens, count = experts.shape
-    load = triton.cdiv(tokens * count, len(local))  # rows of an expert, on average
+    load = cdiv(tokens * count, len(local))  # rows of an expert, on average
     block = tuned("group_pairs", arch_of(x), load)["BM"]
     groups = group_pairs(experts, local=local, block=block)
     rows = x if exact else rounded(x, gate_up, rows=load)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.overlap import follow
@@ -302,7 +303,7 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     if n != STREAMS:
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
-    blocks = triton.cdiv(tokens, config["BT"])
+    blocks = cdiv(tokens, config["BT"])
     wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
     splits = max(1, min(wanted, n * size // config["BK"], config.pop("MOST")))
     splits = 1 << (splits.bit_length() - 1)
@@ -323,7 +324,7 @@ def _collapse(
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     post, comb = result or (parts, parts)
     launch(
-        hc_collapse, (tokens, triton.cdiv(size, COLUMNS) + (result is not None)),
+        hc_collapse, (tokens, cdiv(size, COLUMNS) + (result is not None)),
         streams.contiguous(), parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
         ITERS=iters, HEAD=len(base) == n, N=n, SPLITS=len(parts), BD=COLUMNS, num_warps=1,
     )  # fmt: skip
@@ -350,7 +351,7 @@ def _expand(
     parts, base, scale = (later.parts, later.base, later.scale) if later else (post, post, post)
     columns, warps = (COLUMNS, 1) if later else (1024, 4)
     launch(
-        hc_expand, (tokens, triton.cdiv(size, columns)),
+        hc_expand, (tokens, cdiv(size, columns)),
         y, streams, parts, base, scale, post, comb, out, tokens, size,
         later.eps if later else 0.0, later.norm_eps if later else 0.0,
         ITERS=later.iters if later else 0, N=n, SPLITS=len(parts) if later else 0, BD=columns, num_warps=warps,

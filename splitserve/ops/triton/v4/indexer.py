@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.indexer import Places
@@ -106,11 +107,11 @@ def index_scores(
     config["STAGES"] = config.pop("num_stages")
     launch(
         rate_entries,
-        (len(q), triton.cdiv(scores.shape[1], config["BN"] * config["TILES"])),
+        (len(q), cdiv(scores.shape[1], config["BN"] * config["TILES"])),
         q, weights,
         view, view.shape[1], view.stride(0) // align, view.stride(1) // align,
         pages, pages.shape[1], seq_of, num_visible, scores, scores.shape[1], heads,
-        PACKED=packed, ONE=one, D=dim, BH=max(16, triton.next_power_of_2(heads)), ALIGN=align,
+        PACKED=packed, ONE=one, D=dim, BH=max(16, next_power_of_2(heads)), ALIGN=align,
         NATIVE=not interpreted(), **config,
     )  # fmt: skip
     return scores
@@ -210,7 +211,7 @@ def _choose(scores: torch.Tensor, count: int, places: Places | None) -> torch.Te
     scores = scores.contiguous()
     tokens, entries = scores.shape
     chosen = torch.empty(tokens, min(count, entries), dtype=torch.int64, device=scores.device)
-    size = min(max(256, triton.next_power_of_2(entries)), 4096)
+    size = min(max(256, next_power_of_2(entries)), 4096)
     pages, per_page = (chosen, 1) if places is None else (places.pages, places.per_page)
     sequence = None if places is None else places.sequence
     launch(

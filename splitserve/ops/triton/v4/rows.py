@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.archs import FIRST_FP8
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.triton.codes import e4m3_scale, to_e4m3
 from splitserve.ops.triton.overlap import follow
@@ -204,8 +205,8 @@ def _put_latents(
     launch(
         put_latents, (len(x),), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
         PACKED=view.dtype == torch.uint8, DENSE=dense, NOPE=nope, ROPE=rope_dim,
-        GROUPS=triton.next_power_of_2(triton.cdiv(nope, GROUP)), TAIL=view.shape[-1] - nope - 2 * rope_dim,
-        FP8=_fp8(x), D=triton.next_power_of_2(x.shape[1]), num_warps=2,
+        GROUPS=next_power_of_2(cdiv(nope, GROUP)), TAIL=view.shape[-1] - nope - 2 * rope_dim,
+        FP8=_fp8(x), D=next_power_of_2(x.shape[1]), num_warps=2,
     )  # fmt: skip
 
 
@@ -216,7 +217,7 @@ def _put_keys(
     launch(
         put_keys, (len(x),), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
         PACKED=view.dtype == torch.uint8, DENSE=dense, FP8=_fp8(x),
-        D=x.shape[1], BD=triton.next_power_of_2(x.shape[1]), num_warps=1,
+        D=x.shape[1], BD=next_power_of_2(x.shape[1]), num_warps=1,
     )  # fmt: skip
 
 
@@ -227,9 +228,9 @@ def _move(
     if not take and rows.dtype != view.dtype:
         rows = rows.to(view.dtype)
     launch(
-        move_rows, (unit.numel(), triton.cdiv(width, 1024)), view, rows, unit, row,
+        move_rows, (unit.numel(), cdiv(width, 1024)), view, rows, unit, row,
         view.shape[1], view.stride(0), view.stride(1), rows.stride(0), width,
-        TAKE=take, BD=min(1024, triton.next_power_of_2(width)), num_warps=4,
+        TAKE=take, BD=min(1024, next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
 
 

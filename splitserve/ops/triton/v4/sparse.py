@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.sparse import Rows
@@ -218,11 +219,11 @@ def attend(
     if tuned("attend_one_pass", arch_of(q), tokens)["ONE_PASS"]:
         return attend_few(q, near, far, sink, scale=scale, rope_dim=rope_dim, turn_back=turn_back)
     far = far or Rows(near.view, near.index[:, :0])
-    columns = min(WIDE.value, triton.next_power_of_2(dim))
+    columns = min(WIDE.value, next_power_of_2(dim))
     config = tuned("attend", arch_of(q), tokens)
     block, fill = config["BK"], config["FILL"]
-    tiles = triton.cdiv(near.index.shape[1], block) + triton.cdiv(far.index.shape[1], block)
-    share = triton.cdiv(tiles, max(1, min(tiles, int(fill * num_processors(q)) // max(tokens, 1))))
+    tiles = cdiv(near.index.shape[1], block) + cdiv(far.index.shape[1], block)
+    share = cdiv(tiles, max(1, min(tiles, int(fill * num_processors(q)) // max(tokens, 1))))
     weights = torch.empty(tokens, heads, tiles * block, dtype=q.dtype, device=q.device)
     tops, totals = (torch.empty(tokens, tiles, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     align = min(alignment_of(near.view), alignment_of(far.view))
@@ -231,17 +232,17 @@ def attend(
         "PACKED": near.view.dtype == torch.uint8, "NOPE": dim - rope_dim, "ROPE": rope_dim, "C": columns,
         "ALIGN": align, "NATIVE": not interpreted(), "BK": block,
     }  # fmt: skip
-    blocks = triton.cdiv(heads, config["RATE_BH"])
+    blocks = cdiv(heads, config["RATE_BH"])
     launch(
-        attend_rate, (tokens, triton.cdiv(tiles, share), blocks),
+        attend_rate, (tokens, cdiv(tiles, share), blocks),
         q, *lists, weights, tops, totals, heads, tiles, share, scale * LOG2E,
-        **constants, CHUNKS=triton.cdiv(dim, columns), BH=config["RATE_BH"], STAGES=config["RATE_STAGES"],
+        **constants, CHUNKS=cdiv(dim, columns), BH=config["RATE_BH"], STAGES=config["RATE_STAGES"],
         num_warps=config["RATE_WARPS"],
     )  # fmt: skip
     out = torch.empty_like(q)
     cos, sin = turn_back or (sink, sink)
     launch(
-        attend_mix, (tokens, triton.cdiv(dim, columns), triton.cdiv(heads, config["MIX_BH"])),
+        attend_mix, (tokens, cdiv(dim, columns), cdiv(heads, config["MIX_BH"])),
         weights, tops, totals, *lists, sink, cos, sin, out, heads, tiles,
         **constants, TURN_BACK=turn_back is not None, BH=config["MIX_BH"], STAGES=config["MIX_STAGES"],
         num_warps=config["MIX_WARPS"],

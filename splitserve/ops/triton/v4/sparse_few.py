@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.sparse import Rows
@@ -232,10 +233,10 @@ def attend_few(
     far = far or Rows(near.view, near.index[:, :0])
     config = tuned("attend_split", arch_of(q), tokens)
     config["STAGES"] = config.pop("num_stages")
-    programs = tokens * triton.cdiv(heads, config["BH"])
-    tiles = triton.cdiv(near.index.shape[1], config["BK"]) + triton.cdiv(far.index.shape[1], config["BK"])
+    programs = tokens * cdiv(heads, config["BH"])
+    tiles = cdiv(near.index.shape[1], config["BK"]) + cdiv(far.index.shape[1], config["BK"])
     splits = max(1, min(tiles, int(num_processors(q) * config.pop("FILL")) // max(programs, 1)))
-    splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
+    splits = cdiv(tiles, cdiv(tiles, splits))  # none without a tile
     out = torch.empty_like(q)
     cos, sin = turn_back or (sink, sink)
     whole = splits == 1
@@ -247,7 +248,7 @@ def attend_few(
         )
     align = min(alignment_of(near.view), alignment_of(far.view))
     launch(
-        attend_split, (tokens, splits, triton.cdiv(heads, config["BH"])),
+        attend_split, (tokens, splits, cdiv(heads, config["BH"])),
         q, *list_arguments(near, align), *list_arguments(far, align),
         part, top, total, sink, cos, sin, heads, splits, scale * LOG2E,
         PACKED=near.view.dtype == torch.uint8, NOPE=nope, ROPE=rope_dim, LONG=nope > 64, ALIGN=align,
@@ -258,7 +259,7 @@ def attend_few(
     launch(
         attend_join, (tokens, heads),
         part, top, total, sink, cos, sin, out, heads, splits,
-        NOPE=nope, ROPE=rope_dim, D=triton.next_power_of_2(dim), BS=16,
+        NOPE=nope, ROPE=rope_dim, D=next_power_of_2(dim), BS=16,
         TURN_BACK=turn_back is not None, num_warps=4,
     )  # fmt: skip
     return out
