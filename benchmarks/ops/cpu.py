@@ -10,7 +10,9 @@ scheduler, runner, sampler and the model, without server or transfer.
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -168,6 +170,9 @@ def measure(threads: int, num_tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    if "OMP_WAIT_POLICY" not in os.environ:  # torch's threads spin otherwise; an engine's rank sets the same
+        again = [sys.executable, "-m", "benchmarks.ops.cpu", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=numbers, default=(1, 2))
     parser.add_argument("--tokens", type=int, default=256)

@@ -10,9 +10,10 @@ A rank holds its heads (and the KV heads they read), its share of the FFN and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -118,6 +119,7 @@ class Llama:
         self._inverse = torch.tensor(rope.inverse, dtype=torch.float32, device=device)
         self._rope_scale = rope.scale
         self._layers: list[Layer] = []
+        self._decoder: Any = None  # ops' own way through all layers, where it has one
 
     @property
     def replayable(self) -> bool:
@@ -157,6 +159,7 @@ class Llama:
     def _build(self, p: dict[str, torch.Tensor]) -> None:
         self._embed = Embedding(_matrix(p, "embed"), self.tp)
         self._layers = [self._layer(p, i) for i in range(self.cfg.num_layers)]
+        self._decoder = _decoder(self._layers, self._ops)
         self._norm = p["norm"]
         self._head = Head(
             _matrix(p, "embed" if self.cfg.tied_head else "head"), self.cfg.vocab, self.tp, self._ops
@@ -167,12 +170,28 @@ class Llama:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the pages afterwards."""
         ops = self._ops
         table = ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
-        plans = {w: plan_attention(fwd, ops, window=w) for w in {layer.window for layer in self._layers}}
         x = self._embed(fwd.tokens).to(self.dtype)
-        for layer in self._layers:
-            x = layer(x, fwd, table, plans[layer.window])
-            fwd.between_layers()
+        if self._decoder is not None:
+            x = self._through(self._decoder, x, table, fwd)
+        else:
+            plans = {w: plan_attention(fwd, ops, window=w) for w in {layer.window for layer in self._layers}}
+            for layer in self._layers:
+                x = layer(x, fwd, table, plans[layer.window])
+                fwd.between_layers()
         return self._head(ops.rms_norm(x[fwd.logit_rows], self._norm, self.cfg.eps))
+
+    def _through(self, decoder: Any, x: torch.Tensor, table: Table, fwd: Forward) -> torch.Tensor:
+        """All layers, each in two calls (ops/cpu/decoder.py)."""
+        starts = tuple(a - b for a, b in zip(fwd.kv_lens, fwd.q_lens, strict=True))
+        rows = self._ops.decoder.Rows(
+            fwd.pages, starts, fwd.q_lens, fwd.write_page, fwd.write_row, fwd.page_tokens
+        )
+        run, pending = decoder.begin(x, table, rows), None
+        for i in range(len(self._layers)):
+            seen = self.tp.all_reduce(run.attention(i, fwd.states.view("kv", i), pending))
+            pending = self.tp.all_reduce(run.ffn(i, seen))
+            fwd.between_layers()
+        return run.end(pending)
 
     def _layer(self, p: dict[str, torch.Tensor], i: int) -> Layer:
         cfg, ops, at = self.cfg, self._ops, f"layers.{i}."
@@ -205,6 +224,29 @@ class Llama:
             tp=self.tp,
             ops=self._ops,
         )
+
+
+def _decoder(layers: Sequence[Layer], ops: ModuleType) -> Any:
+    """`ops`' own way through these layers, or None where it has none or does not serve them."""
+    if not ops.FUSES:
+        return None
+    weights = []
+    for layer in layers:
+        attn, mlp = layer.attn, layer.mlp
+        if isinstance(mlp, ExpertFfn) or attn.q_norm is not None:
+            return None
+        if not (attn.out.bias is None and mlp.gate_up.bias is None and mlp.down.bias is None):
+            return None
+        matrices = (attn.qkv.weight, attn.out.weight, mlp.gate_up.weight, mlp.down.weight)
+        norms = (layer.attn_norm, layer.mlp_norm)
+        weights.append(ops.decoder.LayerWeights(matrices, attn.qkv.bias, norms, layer.window))
+    if not ops.decoder.serves(weights):
+        return None
+    first = layers[0].attn
+    heads = first.out.weight.shape[1] // first.head_dim
+    return ops.decoder.Decoder(
+        weights, heads=heads, kv_heads=first.kv_heads, size=first.head_dim, eps=first.eps
+    )
 
 
 def _matrix(p: dict[str, torch.Tensor], name: str) -> Weight:

@@ -5,6 +5,7 @@ Importing this imports numba; nothing else does.
 
 from splitserve.ops.ref import Coded, Weight, choose_experts, mix_experts, widen
 
+from . import decoder as decoder
 from .attention import (
     DecodePlan,
     PrefillPlan,
@@ -21,7 +22,11 @@ from .rope import rope_table, rotate
 WIDENS = True
 """Whether matrices are best left as a checkpoint has them (f16, bf16, coded) and widened by the kernels."""
 
+FUSES = True
+"""Whether there is `decoder`, which runs a whole layer in two calls."""
+
 __all__ = [
+    "FUSES",
     "WIDENS",
     "Coded",
     "DecodePlan",

@@ -2,13 +2,17 @@
 
 numba notices when the file of a function changes, but not when a file changes whose functions that one calls. So the
 code is kept in a directory named after the contents of the whole package.
+
+A function's machine code holds that of all that it calls, and each is optimised anew: so one that has a single caller
+says inline="always", and loops are called by address where they can be (atomics.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,16 +27,33 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function of numbers and addresses that is compiled at its first call and then found on disk."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        config: Any = numba.config
-        before, directory = config.CACHE_DIR, _directory(config.CACHE_DIR)
-        config.CACHE_DIR = directory  # read while a function is decorated
-        try:
+        with _kept() as cache:
             # numpy's errors: a check of each division for zero would keep loops from becoming vector code.
-            return numba.njit(nogil=True, cache=bool(directory), error_model="numpy", **options)(function)
-        finally:
-            config.CACHE_DIR = before
+            return numba.njit(nogil=True, cache=cache, error_model="numpy", **options)(function)
 
     return decorate
+
+
+def entry(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function whose `address` other machine code calls. It is compiled at once, or found on disk."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with _kept() as cache:
+            return numba.cfunc(signature, cache=cache, error_model="numpy")(function)
+
+    return decorate
+
+
+@contextmanager
+def _kept() -> Iterator[bool]:
+    """Whether what is decorated meanwhile will be kept on disk, where numba looks while it decorates."""
+    config: Any = numba.config
+    before, directory = config.CACHE_DIR, _directory(config.CACHE_DIR)
+    config.CACHE_DIR = directory
+    try:
+        yield bool(directory)
+    finally:
+        config.CACHE_DIR = before
 
 
 @cache

@@ -32,31 +32,27 @@ def linear(
     k = x.shape[-1]
     if k % (GROUP if isinstance(weight, Coded) else LANES):
         return torch.nn.functional.linear(x, widen(weight, x.dtype), bias)
-    if isinstance(weight, Coded):
-        numbers, scales, scale_bytes = weight.codes, weight.scales.data_ptr(), 4 * weight.scales.stride(0)
-    else:
-        numbers, scales, scale_bytes = weight, 0, 0
     if x.stride(-1) != 1:
         x = x.contiguous()
     m, n = x.shape[0], weight.shape[0]
     out = torch.empty(m, n)
+    form, numbers, row_bytes, scales, scale_bytes = matrix(weight)
     shared.product(
-        _FORMS[numbers.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        m,
-        numbers.data_ptr(),
-        numbers.stride(0) * numbers.element_size(),
-        n,
-        k,
-        out.data_ptr(),
-        n,
-        scales,
-        scale_bytes,
-    )
+        form, x.data_ptr(), x.stride(0), m, numbers, row_bytes, n, k, out.data_ptr(), n, scales, scale_bytes
+    )  # fmt: skip
     if bias is not None:
         elementwise.add_rows(out.data_ptr(), m, n, bias.data_ptr())
     return out
+
+
+def matrix(weight: Weight) -> tuple[int, int, int, int, int]:
+    """(format, address, bytes of a row, address of scales, bytes of a row of scales) of a matrix."""
+    numbers, scales, scale_bytes = weight, 0, 0
+    if isinstance(weight, Coded):
+        numbers, scales, scale_bytes = weight.codes, weight.scales.data_ptr(), 4 * weight.scales.stride(0)
+    assert isinstance(numbers, torch.Tensor)
+    row_bytes = numbers.stride(0) * numbers.element_size()
+    return _FORMS[numbers.dtype], numbers.data_ptr(), row_bytes, scales, scale_bytes
 
 
 def rms_norm(

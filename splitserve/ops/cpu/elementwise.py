@@ -64,11 +64,11 @@ def add_rms_norm(x, y, m, n, weight, eps, total, out):
 
 
 @compiled()
-def swiglu(gate_up, m, n, out):
-    """out[i, j] = silu(gate_up[i, j]) * gate_up[i, n + j] for m rows, all without gaps."""
+def swiglu(gate_up, m, n, out, out_stride):
+    """out[i, j] = silu(gate_up[i, j]) * gate_up[i, n + j] for m rows, inputs without gaps."""
     v, o = floats_at(gate_up), floats_at(out)
     for i in range(m):
-        at, to = 2 * i * n, i * n
+        at, to = 2 * i * n, i * out_stride
         for j in range(n):
             gate = v[at + j]
             o[to + j] = gate / (np.float32(1) + exp(-gate)) * v[at + n + j]

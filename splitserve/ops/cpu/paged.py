@@ -76,7 +76,7 @@ def attend(
         token += count
 
 
-@compiled()
+@compiled(inline="always")
 def _attend_rows(
     q, q_stride, m, keys, page_stride, row_stride, pages, page_tokens, position, step,
     window, size, scale, scores, width, out, out_stride,

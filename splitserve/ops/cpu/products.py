@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .compiled import compiled
+from .elementwise import swiglu
 from .formats import BF16_ROWS, CODED, F16_ROWS, F32_ROWS, GROUP, SCALES_BYTES
 from .llvm import LANES
 from .outer import VECTOR_BYTES, finish_tile, outer_tile, pack_step
@@ -66,7 +67,20 @@ def product(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, sca
         )  # fmt: skip
 
 
-@compiled()
+@compiled(inline="always")
+def gated(form, x, x_stride, m, w, w_bytes, inner, n, k, out, out_stride, scales, scale_bytes):
+    """out[i, j] = silu(x[i] . w[j]) (x[i] . w[inner + j]) for n columns: a gate and what it lets through."""
+    both = np.empty(2 * m * n, dtype=np.float32)
+    for half in range(2):
+        past = half * inner
+        product(
+            form, x, x_stride, m, w + past * w_bytes, w_bytes, n, k,
+            both.ctypes.data + 4 * half * n, 2 * n, scales + past * scale_bytes, scale_bytes,
+        )  # fmt: skip
+    swiglu(both.ctypes.data, m, n, out, out_stride)
+
+
+@compiled(inline="always")
 def _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes):
     """`product` in whole tiles: those that would stand out are moved back, over results they compute again."""
     scratch = np.empty(COLUMNS * k + LANES * _ROWS * COLUMNS + LANES, dtype=np.float32)
@@ -88,7 +102,7 @@ def _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale
             _finish(sums, out + 4 * (row * out_stride + j), out_stride)
 
 
-@compiled()
+@compiled(inline="always")
 def _pack(form, w, w_bytes, k, scales, scale_bytes, columns):
     """COLUMNS rows of k numbers, turned, stretch after stretch."""
     step_bytes = _VECTORS * VECTOR_BYTES
@@ -176,7 +190,7 @@ def _panel(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scal
         row += left
 
 
-@compiled()
+@compiled(inline="always")
 def _unpack(form, w, k, out, scales):
     """One row of k numbers to float32."""
     if form == CODED:

@@ -8,27 +8,22 @@ and one that wakes too late costs nothing: nobody waits for helpers, only for pi
 would do it, so results are the same bits for any number of threads. All of it is compiled, without Python's lock.
 """
 
-# ruff: noqa: ARG001, PLR0917 - numba takes the parameters of an intrinsic from names in a signature
-
 from __future__ import annotations
 
 import atexit
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numba import types
-from numba.extending import intrinsic
 
-from . import elementwise, paged, products
+from . import paged, pieces, products
+from .atomics import add, call, get, put
 from .compiled import compiled
-from .llvm import I64
-from .vector import floats_at
-
-PRODUCT, SWIGLU, ATTEND = 0, 1, 2
-"""Kinds of loops."""
+from .pieces import ATTEND, PRODUCT, SWIGLU
 
 LEAST = 1 << 17
 """Multiplications below which a loop is faster alone: waking a helper takes some 5 us."""
@@ -42,7 +37,7 @@ _LOOK_OUT = (
 )
 _SLOTS = 8  # loops written down at once: one that runs, and old ones that a late helper may still look at
 # Places on the board of 64-bit words: generation << 32 | piece, then the slots.
-_NEXT, _STOP, _FIRST, _SIZE = 0, 8, 16, 48
+_NEXT, _STOP, _CALL, _FIRST, _SIZE = 0, 8, 9, 16, 48
 _TOTAL, _DONE, _KIND, _STEP, _ARGS = 0, 8, 16, 17, 18
 _SEMAPHORE = 64  # bytes; a sem_t is 32
 
@@ -53,40 +48,9 @@ _count = types.ExternalFunction("sem_getvalue", types.int32(types.uintp, types.u
 _yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@intrinsic
-def _add(_context, address, number):
-    """Atomically: what was at the address, to which a number is added."""
-
-    def lower(_: Any, b: Any, _signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.intp, types.intp), lower
-
-
-@intrinsic
-def _put(_context, address, number):
-    """Atomically: a number to the address; what was there."""
-
-    def lower(_: Any, b: Any, _signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("xchg", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.intp, types.intp), lower
-
-
-@intrinsic
-def _get(_context, board, place):
-    """The word at a place of the board, as it is now."""
-
-    def lower(_: Any, b: Any, _signature: Any, args: Any) -> Any:
-        at = b.add(args[0], b.mul(args[1], I64(8)))
-        return b.load_atomic(b.inttoptr(at, I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(types.intp, types.intp), lower
-
-
 @compiled()
 def _set(board, place, number):
-    _put(board + 8 * place, number)
+    put(board + 8 * place, number)
 
 
 @compiled()
@@ -98,78 +62,82 @@ def _slot(generation):
 def _take_pieces(board):
     """Do pieces of the loop at hand until there are none."""
     while True:
-        ticket = _add(board + 8 * _NEXT, 1)
+        ticket = add(board + 8 * _NEXT, 1)
         generation, piece = ticket >> 32, ticket & 0xFFFFFFFF
         slot = _slot(generation)
-        total = _get(board, slot + _TOTAL)
+        total = get(board, slot + _TOTAL)
         # While a piece is not done its loop is not over; so what was read is this loop's, or the piece is none.
-        if _get(board, _NEXT) >> 32 != generation or piece >= total:
+        if get(board, _NEXT) >> 32 != generation or piece >= total:
             return
-        _do(board, slot, piece)
-        _add(board + 8 * (slot + _DONE), 1)
-
-
-@compiled()
-def _do(board, slot, piece):
-    kind, step, a = _get(board, slot + _KIND), _get(board, slot + _STEP), slot + _ARGS
-    if kind == PRODUCT:
-        w_bytes, n, scale_bytes = _get(board, a + 5), _get(board, a + 6), _get(board, a + 11)
-        first = piece * step
-        products.product(
-            _get(board, a), _get(board, a + 1), _get(board, a + 2), _get(board, a + 3),
-            _get(board, a + 4) + first * w_bytes, w_bytes, min(step, n - first), _get(board, a + 7),
-            _get(board, a + 8) + 4 * first, _get(board, a + 9), _get(board, a + 10) + first * scale_bytes, scale_bytes,
-        )  # fmt: skip
-    elif kind == ATTEND:
-        scale = floats_at(board + 8 * (a + 17))[0]
-        paged.attend(
-            _get(board, a), _get(board, a + 1), _get(board, a + 2), _get(board, a + 3),
-            (_get(board, a + 4), _get(board, a + 5), _get(board, a + 6)),
-            _get(board, a + 7), _get(board, a + 8), _get(board, a + 9), _get(board, a + 10),
-            (_get(board, a + 11), _get(board, a + 12), _get(board, a + 13), _get(board, a + 14), _get(board, a + 15)),
-            _get(board, a + 16), scale, _get(board, a + 18), piece, _get(board, slot + _TOTAL),
-        )  # fmt: skip
-    else:
-        gate_up, m, n, out = _get(board, a), _get(board, a + 1), _get(board, a + 2), _get(board, a + 3)
-        first = piece * step
-        elementwise.swiglu(gate_up + 8 * n * first, min(step, m - first), n, out + 4 * n * first)
+        call(
+            get(board, _CALL),
+            get(board, slot + _KIND),
+            get(board, slot + _STEP),
+            total,
+            piece,
+            board + 8 * (slot + _ARGS),
+        )
+        add(board + 8 * (slot + _DONE), 1)
 
 
 @compiled()
 def _help(board, semaphore):
     """A helper's life."""
-    while _get(board, _STOP) == 0:
+    while get(board, _STOP) == 0:
         _wait(semaphore)  # a signal may end it early: then there is nothing to take
         _take_pieces(board)
-        seen, turns = _get(board, _NEXT) >> 32, 0
-        while turns < _LOOK_OUT and _get(board, _STOP) == 0:
-            if _get(board, _NEXT) >> 32 != seen:
+        seen, turns = get(board, _NEXT) >> 32, 0
+        while turns < _LOOK_OUT and get(board, _STOP) == 0:
+            if get(board, _NEXT) >> 32 != seen:
                 _take_pieces(board)
-                seen, turns = _get(board, _NEXT) >> 32, 0
+                seen, turns = get(board, _NEXT) >> 32, 0
             _yield()
             turns += 1
 
 
 @compiled()
-def _share(board, semaphores, helpers, waiting, kind, total, step, args):
-    """Do a loop of `total` pieces together with whoever wakes in time."""
-    generation = (_get(board, _NEXT) >> 32) + 1
+def share(crew, kind, total, step, args):
+    """Do a loop of `total` pieces together with whoever wakes in time; `crew` is the address of a Crew's words."""
+    board = get(crew, 0)
+    slot = _slot((get(board, _NEXT) >> 32) + 1)
+    for i in range(len(args)):
+        _set(board, slot + _ARGS + i, args[i])
+    _share(crew, kind, total, step)
+
+
+@compiled()
+def _share(crew, kind, total, step):
+    board, semaphores, helpers, waiting = get(crew, 0), get(crew, 1), get(crew, 2), get(crew, 3)
+    generation = (get(board, _NEXT) >> 32) + 1
     slot = _slot(generation)
     _set(board, slot + _DONE, 0)
     _set(board, slot + _KIND, kind)
     _set(board, slot + _STEP, step)
-    for i in range(len(args)):
-        _set(board, slot + _ARGS + i, args[i])
     _set(board, slot + _TOTAL, total)
     _set(board, _NEXT, generation << 32)
     for i in range(min(helpers, total - 1)):
         semaphore = semaphores + i * _SEMAPHORE
         _count(semaphore, waiting)
-        if _get(waiting, 0) & 0xFFFFFFFF == 0:  # else a helper has been woken before and not come yet
+        if get(waiting, 0) & 0xFFFFFFFF == 0:  # else a helper has been woken before and not come yet
             _post(semaphore)
     _take_pieces(board)
-    while _get(board, slot + _DONE) != total:
+    while get(board, slot + _DONE) != total:
         _yield()
+
+
+@compiled()
+def step_of(count, helpers, unit, pieces):
+    """Rows of a piece: whole units, `pieces` pieces for each thread."""
+    parts = unit * pieces * (helpers + 1)
+    return (count + parts - 1) // parts * unit
+
+
+@compiled()
+def product_step(m, n, helpers):
+    """Rows of weights of a piece of a product with m rows of inputs."""
+    if m >= products.MANY:
+        return step_of(n, helpers, products.COLUMNS, MANY_PIECES)
+    return step_of(n, helpers, products.PANEL, PIECES)
 
 
 @compiled()
@@ -191,9 +159,13 @@ class Crew:
     def __init__(self, helpers: int) -> None:
         self.helpers = helpers
         self._board = np.zeros(_FIRST + _SLOTS * _SIZE, dtype=np.int64)
+        self._board[_CALL] = pieces.address()
         self._semaphores = np.zeros(helpers * _SEMAPHORE + _SEMAPHORE, dtype=np.uint8)
         self._waiting = np.zeros(1, dtype=np.int64)
-        self._busy = threading.Lock()  # ranks of a test are threads: whoever comes second computes alone
+        parts = [self._board.ctypes.data, self._semaphores.ctypes.data, helpers, self._waiting.ctypes.data]
+        self._words = np.array(parts, dtype=np.int64)
+        self.address = int(self._words.ctypes.data)  # for share()
+        self.busy = threading.Lock()  # ranks of a test are threads: whoever comes second computes alone
         _make_semaphores(self._semaphores.ctypes.data, helpers)
         # A thread that is woken starts on its waker's core, behind it, and may wait there for milliseconds.
         cpus = sorted(os.sched_getaffinity(0))
@@ -212,32 +184,14 @@ class Crew:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)  # before the board is gone, which they read
+        if helpers:
+            atexit.register(self.close)  # before the board is gone, which they read
 
     def close(self) -> None:
         """End the helpers. Idempotent; no loop may be under way."""
         _stop(self._board.ctypes.data, self._semaphores.ctypes.data, self.helpers)
         for thread in self._threads:
             thread.join()
-
-    def share(self, kind: int, total: int, step: int, args: tuple[int, ...]) -> bool:
-        """Whether the loop was done: not if another thread's is under way."""
-        if not self._busy.acquire(blocking=False):
-            return False
-        try:
-            _share(
-                self._board.ctypes.data,
-                self._semaphores.ctypes.data,
-                self.helpers,
-                self._waiting.ctypes.data,
-                kind,
-                total,
-                step,
-                args,
-            )
-        finally:
-            self._busy.release()
-        return True
 
 
 def _live(board: int, semaphore: int, cpus: set[int]) -> None:
@@ -246,6 +200,19 @@ def _live(board: int, semaphore: int, cpus: set[int]) -> None:
 
 
 _crews: dict[int, Crew] = {}
+_alone = threading.local()
+
+
+def borrow() -> Crew:
+    """The crew, or one without helpers while another thread has it; its `busy` is to be released."""
+    crew = _crew()
+    if crew is not None and crew.busy.acquire(blocking=False):
+        return crew
+    if not hasattr(_alone, "crew"):
+        _alone.crew = Crew(0)
+    own: Crew = _alone.crew
+    own.busy.acquire()
+    return own
 
 
 def _crew() -> Crew | None:
@@ -261,38 +228,35 @@ def _crew() -> Crew | None:
 def product(*args: int) -> None:
     """products.product, over its rows of weights."""
     m, n, k = args[3], args[6], args[7]
-    crew = _crew() if m * n * k >= LEAST else None
-    if crew is not None:
-        many = m >= products.MANY
-        step = _step(n, crew, products.COLUMNS if many else products.PANEL, MANY_PIECES if many else PIECES)
-        if crew.share(PRODUCT, -(-n // step), step, args):
-            return
-    products.product(*args)
+    crew = borrow()
+    step = product_step(m, n, crew.helpers) if m * n * k >= LEAST else n
+    _run(crew, PRODUCT, -(-n // step), step, args)
 
 
 def swiglu(gate_up: int, m: int, n: int, out: int) -> None:
     """elementwise.swiglu, over its rows."""
-    crew = _crew() if m >= 2 * ROWS else None
-    if crew is not None:
-        step = _step(m, crew, ROWS)
-        if crew.share(SWIGLU, -(-m // step), step, (gate_up, m, n, out)):
-            return
-    elementwise.swiglu(gate_up, m, n, out)
+    crew = borrow()
+    step = step_of(m, crew.helpers, ROWS, PIECES)
+    _run(crew, SWIGLU, -(-m // step), step, (gate_up, m, n, out, n))
+
+
+def attend_parts(counts: Sequence[int], kv_heads: int, group: int) -> int:
+    """Pieces of an attention of sequences with so many queries each."""
+    items = sum(1 if n == 1 else -(-n // paged.QUERIES) * group for n in counts)
+    return min(kv_heads * items, MOST_PARTS)
 
 
 def attend(*args: Any, queries: int) -> None:
     """paged.attend up to `out`, over its items; `queries` are the tokens of all sequences."""
     shape, scale, out = args[9], np.float32(args[11]), args[12]
-    items = queries if queries == shape[0] else -(-queries // paged.QUERIES) * shape[2]
-    parts = min(shape[1] * items, MOST_PARTS)
-    crew = _crew() if parts > 1 else None
-    if crew is not None:
-        flat = (*args[:4], *args[4], *args[5:9], *shape, args[10], int(scale.view(np.int32)), out)
-        if crew.share(ATTEND, parts, 0, flat):
-            return
-    paged.attend(*args[:11], scale, out, 0, 1)
+    counts = (1,) * queries if queries == shape[0] else (queries,)
+    flat = (*args[:4], *args[4], *args[5:9], *shape, args[10], int(scale.view(np.int32)), out)
+    _run(borrow(), ATTEND, attend_parts(counts, shape[1], shape[2]), 0, flat)
 
 
-def _step(count: int, crew: Crew, unit: int, pieces: int = PIECES) -> int:
-    """Rows of a piece: whole units, some pieces for each thread."""
-    return -(-count // (unit * pieces * (crew.helpers + 1))) * unit
+def _run(crew: Crew, kind: int, total: int, step: int, args: tuple[int, ...]) -> None:
+    """A loop with a borrowed crew, which is given back."""
+    try:
+        share(crew.address, kind, total, step, args)
+    finally:
+        crew.busy.release()

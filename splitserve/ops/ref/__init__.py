@@ -20,7 +20,11 @@ from .rope import rope_table, rotate
 WIDENS = False
 """Whether matrices are best left as a checkpoint has them (f16, bf16, coded) and widened by the kernels."""
 
+FUSES = False
+"""Whether there is a module `decoder`, which runs a whole layer in two calls."""
+
 __all__ = [
+    "FUSES",
     "WIDENS",
     "Coded",
     "DecodePlan",

@@ -1,6 +1,6 @@
 """Kernels in Triton, of the same names and signatures as ops/ref, and a few that do two of them at once."""
 
-from splitserve.ops.ref import WIDENS, Coded, Weight, prepare, widen
+from splitserve.ops.ref import FUSES, WIDENS, Coded, Weight, prepare, widen
 
 from .attention import (
     DecodePlan,
@@ -20,6 +20,7 @@ from .rope import rope_table, rotate
 from .sampling import draw
 
 __all__ = [
+    "FUSES",
     "WIDENS",
     "Coded",
     "DecodePlan",
