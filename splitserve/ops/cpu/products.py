@@ -1,8 +1,8 @@
 """Matrix products with few or many rows of inputs: each weight is read from memory once, whatever its form.
 
     inputs [m, k]      weights [n, k], a panel of rows at a time      results [m, n]
-    m <= 4             weights become float32 in registers
-    m < 16             ... in a scratch panel that stays in the cache while all inputs pass by
+    m < 4              weights become float32 in registers
+    m < 16             ... again for every four inputs, which is less work than keeping them anywhere
     else               ... turned into columns (see outer.py)
 
 The results are the same bits on every way through here (see vector.py).
@@ -19,10 +19,10 @@ from .elementwise import swiglu
 from .formats import BF16_ROWS, CODED, F16_ROWS, F32_ROWS, GROUP, SCALES_BYTES
 from .llvm import LANES
 from .outer import VECTOR_BYTES, finish_tile, outer_tile, pack_step
-from .vector import STRETCH, dot_tile, unpack_step
+from .vector import STRETCH, dot_tile
 
 PANEL = 12  # rows of weights: three tiles of four or four of three; 27 KB of 576 numbers
-FEW = 4  # rows of inputs that are one tile, so that each weight is widened once anyway
+FEW = 4  # rows of inputs from which on pairs of weights are best, if those are to be widened
 MANY = 16  # rows of inputs from which on it pays to turn weights
 # Columns of one tile of outer products. With four rows of inputs: twelve sums, three weights and an input, which fill
 # the sixteen vector registers of AVX2.
@@ -33,6 +33,7 @@ _AT_ONCE = 4  # steps of a loop's turn
 # Tiles, weights x inputs. Twelve sums of eight lanes, three rows of weights and one of inputs fill the sixteen vector
 # registers of AVX2; with one or two inputs, four rows of weights hide the latency of their sums.
 _dot_4x1, _dot_4x2 = dot_tile(4, 1, ahead=2), dot_tile(4, 2, ahead=2)
+_dot_2x4 = dot_tile(2, 4, ahead=2)
 _dot_3x3, _dot_3x4 = dot_tile(3, 3, ahead=1), dot_tile(3, 4, ahead=1)
 _dot_1x1, _dot_1x2, _dot_1x3, _dot_1x4 = (dot_tile(1, m) for m in (1, 2, 3, 4))
 _outer = outer_tile(_ROWS, _VECTORS, _AT_ONCE)
@@ -41,7 +42,6 @@ _finish = finish_tile(_ROWS, _VECTORS)
 _pack_f32, _pack_f16, _pack_bf16, _pack_coded = (
     pack_step(form) for form in (F32_ROWS, F16_ROWS, BF16_ROWS, CODED)
 )
-_unpack_f16, _unpack_bf16, _unpack_coded = (unpack_step(form) for form in (F16_ROWS, BF16_ROWS, CODED))
 
 
 @compiled()
@@ -50,21 +50,27 @@ def product(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, sca
     if m >= MANY and n >= COLUMNS:
         _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes)
         return
-    widen = form != F32_ROWS and m > FEW
-    scratch = np.empty(PANEL * k if widen else 0, dtype=np.float32)
+    if form != F32_ROWS and m >= FEW and n > 1:
+        _pairs(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes)
+        return
     for j in range(0, n, PANEL):
-        count = min(PANEL, n - j)
-        panel, panel_form, panel_bytes = w + j * w_bytes, form, w_bytes
-        if widen:
-            panel, panel_form, panel_bytes = scratch.ctypes.data, F32_ROWS, 4 * k
-            for i in range(count):
-                _unpack(
-                    form, w + (j + i) * w_bytes, k, panel + i * panel_bytes, scales + (j + i) * scale_bytes
-                )
         _panel(
-            panel_form, x, x_stride, m, panel, panel_bytes, count, k, out + 4 * j, out_stride,
+            form, x, x_stride, m, w + j * w_bytes, w_bytes, min(PANEL, n - j), k, out + 4 * j, out_stride,
             scales + j * scale_bytes, scale_bytes,
         )  # fmt: skip
+
+
+@compiled(inline="always")
+def _pairs(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes):
+    """`product` with more than three rows of inputs; tiles that would stand out are moved back, as in _many."""
+    for pair in range(0, n, 2):
+        j = min(pair, n - 2)
+        for tile in range(0, m, 4):
+            row = min(tile, m - 4)
+            _dot_2x4(
+                form, x + 4 * row * x_stride, x_stride, w + j * w_bytes, w_bytes, k,
+                out + 4 * (row * out_stride + j), out_stride, scales + j * scale_bytes, scale_bytes,
+            )  # fmt: skip
 
 
 @compiled(inline="always")
@@ -188,17 +194,3 @@ def _panel(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scal
                     0,
                 )
         row += left
-
-
-@compiled(inline="always")
-def _unpack(form, w, k, out, scales):
-    """One row of k numbers to float32."""
-    if form == CODED:
-        for j in range(0, k, GROUP):
-            _unpack_coded(w + j, scales + j // GROUP * SCALES_BYTES, out + 4 * j)
-    elif form == BF16_ROWS:
-        for j in range(0, k, LANES):
-            _unpack_bf16(w + 2 * j, 0, out + 4 * j)
-    else:
-        for j in range(0, k, LANES):
-            _unpack_f16(w + 2 * j, 0, out + 4 * j)

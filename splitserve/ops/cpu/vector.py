@@ -137,22 +137,6 @@ def mix_tile(M: int, C: int) -> Any:
     return tile
 
 
-def unpack_step(form: int) -> Any:
-    """f(numbers, scales, out): the numbers of one step of a format, as float32."""
-
-    def lower(_: Any, b: Builder, _signature: Any, args: Any) -> Any:
-        at, scales, out = args
-        for i, numbers in enumerate(FORMATS[form].read(b, at, scales)):
-            store(b, numbers, b.add(out, I64(4 * LANES * i)))
-        return I32(0)
-
-    @intrinsic
-    def unpack(_context, at, scales, out):
-        return types.int32(*[types.intp] * 3), lower
-
-    return unpack
-
-
 @intrinsic
 def times_power(_context, y, n):
     """y times 2^n for a whole float32 n, if neither is far from 1."""
