@@ -12,7 +12,8 @@ import numpy as np
 
 from .compiled import ANY_ORDER, compiled
 from .elementwise import exp
-from .products import plain_product, streaming_product
+from .formats import F32_ROWS
+from .products import product, streaming_product
 from .vector import floats_at, integers_at, mix_tile
 
 QUERIES = 24  # tokens of a chunk whose scores are computed together
@@ -91,7 +92,7 @@ def _attend_rows(
         keys_at, to = keys + 4 * page[p] * page_stride, scores + 4 * (at - origin)
         n = min(page_tokens, stop - at)
         if step:
-            plain_product(q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width)
+            product(F32_ROWS, q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width, 0, 0)
         else:
             streaming_product(q, q_stride, m, keys_at, 4 * row_stride, n, size, to, width)
     for i in range(m):
