@@ -24,7 +24,7 @@ from splitserve.launch.ports import Claims, check_address
 from splitserve.launch.precheck import check_engines, check_models
 from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir, names
-from splitserve.launch.supervisor import Outcome, Supervisor
+from splitserve.launch.supervisor import Move, Outcome, Supervisor
 from splitserve.ops.kernels.archs import kernel_path
 
 FOLLOW_PAUSE_S = 0.2
@@ -165,6 +165,7 @@ def supervise(
     ports: dict[str, int],
     *,
     notes: dict[str, str],
+    move: Move | None = None,
 ) -> Outcome:
     shown = report.choose(as_json=args.json)
     for name, text in notes.items():
@@ -177,7 +178,7 @@ def supervise(
 
     try:
         supervisor = Supervisor(
-            deployment, specs, run_dir=run_dir, ports=ports, report=tell, command=args.program
+            deployment, specs, run_dir=run_dir, ports=ports, report=tell, command=args.program, move=move
         )
         return asyncio.run(supervisor.run())
     finally:
@@ -328,15 +329,18 @@ def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
 def _add_loads(state: dict[str, Any]) -> None:
     """To each engine what it does, as its router has it: "load" and "tokens_per_s"; {} where that is not known."""
     at = urlsplit(state["url"])
-    told = asyncio.run(probe.workers(str(at.hostname), at.port or 80, _first_key(state["api_key_file"])))
-    known = {(w.get("id"), urlsplit(str(w.get("url"))).port): w for w in told}
+    told = asyncio.run(probe.workers(str(at.hostname), at.port or 80, first_key(state["api_key_file"])))
+    known: dict[tuple[Any, Any], dict[str, Any]] = {}
+    known |= {(w.get("worker_type"), urlsplit(str(w.get("url"))).netloc): w for w in told}
+    known |= {(w.get("id"), urlsplit(str(w.get("url"))).port): w for w in told}
     for process in state["processes"]:
-        worker = known.get((process["name"], process["ports"].get("http")), {})
+        where = process["role"], urlsplit(process["url"]).netloc
+        worker = known.get((process["name"], process["ports"].get("http"))) or known.get(where, {})
         process["load"] = worker.get("load", {}) if worker.get("is_healthy") else {}
         process["tokens_per_s"] = worker.get("tokens_per_s", {})
 
 
-def _first_key(path: str) -> str:
+def first_key(path: str) -> str:
     """Of the router's API keys; "" where there are none or they are not ours to read."""
     from splitserve.router.main import read_keys
 

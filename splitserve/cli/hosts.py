@@ -14,6 +14,7 @@ from splitserve.errors import SplitserveError
 from splitserve.launch import fits, topology
 from splitserve.launch.deployment import Deployment
 from splitserve.launch.doctor.finding import Finding, Level
+from splitserve.launch.hosts.moving import Mover
 from splitserve.launch.hosts.spread import Host, place_all, spread
 from splitserve.launch.ports import Claims
 from splitserve.launch.procs import ProcSpec
@@ -112,7 +113,9 @@ def _run(args: argparse.Namespace, deployment: Deployment, specs: list[ProcSpec]
             relayed = [cluster.relayed(spec, ports) for spec in specs]
             if args.detached:
                 deploy.write_errors_to(run_dir.log("supervisor"))
-            outcome = deploy.supervise(args, deployment, relayed, run_dir, ports, notes={})
+            keys = deployment.router.api_key_file
+            move = Mover(cluster, deployment, specs, ports, key=lambda: deploy.first_key(keys))
+            outcome = deploy.supervise(args, deployment, relayed, run_dir, ports, notes={}, move=move)
         code = outcome.code
     finally:
         run_dir.release(keep_logs=code in (1, 2))

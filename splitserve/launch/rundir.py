@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def _own(path: Path) -> Path:
             f"cannot make {path}: {e.strerror}", fix="set XDG_RUNTIME_DIR to a writable directory"
         ) from e
     return path
+
+
+SWEEP_S = 60.0
 
 
 class RunDir:
@@ -206,6 +210,16 @@ class RunDir:
         for entry in self.path.iterdir():
             if entry.name != "lock" and not (keep_logs and entry.name == "logs"):
                 _remove(entry)
+
+
+def sweep(where: Path) -> None:
+    """Remove directories whose owners were killed. Young ones are left: an owner may be about to lock one."""
+    for path in where.iterdir():
+        left = RunDir(path.name, where=where)
+        with contextlib.suppress(ConfigError, OSError):
+            if time.time() - path.stat().st_mtime > SWEEP_S and not left.running():
+                left.acquire()
+                left.release()
 
 
 def _identity(state: dict[str, Any]) -> Identity:

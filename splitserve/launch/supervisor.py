@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitserve import numa
-from splitserve.errors import RequestError
+from splitserve.errors import RequestError, SplitserveError
 from splitserve.launch import children, control, logs, probe
 from splitserve.launch.commands import fill, fill_word, url, with_flags
 from splitserve.launch.deployment import Deployment
@@ -50,8 +50,14 @@ from splitserve.launch.lifecycle import (
 from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir
 
+if TYPE_CHECKING:
+    from splitserve.launch.hosts.moving import Moved
+
 Report = Callable[[dict[str, Any]], None]
 """Called with {"event": kind, ...}: kinds of Tell, with "done" where loading and "url" where ready or up."""
+
+Move = Callable[[str], "Moved | None"]
+"""Asked in a thread, before a process of another host is started again: None, or what to start elsewhere instead."""
 
 LOG_CHECK_S = 1.0
 ORPHAN_S = 2.0
@@ -92,6 +98,7 @@ class Supervisor:
         ports: Mapping[str, int],
         report: Report,
         command: tuple[str, ...],
+        move: Move | None = None,
     ) -> None:
         self._deployment = deployment
         self._specs = {spec.name: spec for spec in specs}
@@ -99,6 +106,7 @@ class Supervisor:
         self._ports = dict(ports)
         self._report = report
         self._command = command
+        self._move = move
         self._lifecycle = Lifecycle([(s.name, s.role, s.stage) for s in specs], deployment.config)
         self._running: dict[str, children.Running] = {}
         self._alive = children.AlivePipe()
@@ -178,6 +186,8 @@ class Supervisor:
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
+                case Spawn(name) if self._move and self._specs[name].host and name in self._running:
+                    self._spawn_task(self._start_somewhere(name, self._move))
                 case Spawn(name):
                     self._start(self._specs[name])
                 case Signal(name, number):
@@ -211,6 +221,24 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         pause = None if at is None else max(0.0, at - time.monotonic())
         self._timer = None if pause is None else loop.call_later(pause, self._feed, Tick())
+
+    async def _start_somewhere(self, name: str, move: Move) -> None:
+        """Where it was, or on another host where that one is gone."""
+        try:
+            moved = await asyncio.to_thread(move, name)
+        except SplitserveError as e:
+            self._report({"event": "trouble", "name": name, "text": f"cannot be moved: {e.message}"})
+            self._feed(Exited(name, 1))
+            return
+        if moved is not None:
+            self._specs |= {name: moved.spec, moved.router.name: moved.router}
+            self._ports |= moved.ports
+            self._report({"event": "moved", "name": name, "text": moved.text})
+        if self._lifecycle.children[name].phase is not Phase.STARTING:  # told to stop meanwhile
+            self._feed(Exited(name, 0))
+            return
+        self._start(self._specs[name])
+        self._act([])
 
     def _start(self, spec: ProcSpec) -> None:
         words = fill(spec.argv, self._ports)

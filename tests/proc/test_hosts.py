@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from test_supervisor import Shell, is_free, ports, shell, until
 from splitserve.launch import rundir
 from splitserve.launch.hosts import cluster as joining
 from splitserve.launch.hosts.crew import Crew
-from splitserve.launch.identity import parent_of
+from splitserve.launch.hosts.relay import wait_for_end
+from splitserve.launch.identity import Identity, parent_of
 from tests.proc.real import Deployment
+from tests.proc.real import until as patiently
 from tests.tiny_chat import write_chat_checkpoint
 
 __all__ = ["shell"]
@@ -74,6 +77,19 @@ def test_a_crew_starts_watches_and_ends_a_process(crew: Crew) -> None:
     assert ended(crew, "prefill-0") == -signal.SIGKILL
 
 
+def test_what_a_killed_crew_left_is_swept_up(crew: Crew) -> None:
+    where = rundir.subdirectory(".hosts")
+    for name, age_s in (("old", 120.0), ("young", 0.0)):
+        (where / name).mkdir(mode=0o700)
+        (where / name / "logs").mkdir()
+        os.utime(where / name, (time.time() - age_s,) * 2)
+    os.utime(where / "d-host", (time.time() - 120.0,) * 2)  # the crew's own, which it holds
+    rundir.sweep(where)
+    assert sorted(p.name for p in where.iterdir()) == ["d-host", "young"]
+    (where / "young" / "logs").rmdir()
+    (where / "young").rmdir()
+
+
 def test_a_crew_describes_its_host(crew: Crew) -> None:
     told = crew.describe()
     assert json.loads(told["topology"])["cores"]
@@ -86,6 +102,20 @@ def test_nobody_asks_and_the_process_is_ended(crew: Crew, monkeypatch: pytest.Mo
     said(crew, "decode-0", "ready")
     member = crew._members["decode-0"]
     until("it is ended", lambda: member.code == -signal.SIGKILL)
+
+
+def test_a_pipe_that_somebody_made_non_blocking_has_not_ended() -> None:
+    """As a router with uvloop does to the pipe that it shares with all relays."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    waiting = threading.Thread(target=wait_for_end, args=(reader,), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    os.close(writer)
+    waiting.join(5.0)
+    assert not waiting.is_alive()
+    os.close(reader)
 
 
 def test_without_ray_the_line_that_installs_it_is_printed(
@@ -254,6 +284,86 @@ def test_real_engines_on_two_hosts_hand_over_state(address: str, tmp_path: Path)
         assert d.run("verify", str(d.file), timeout_s=200).returncode == 0
     finally:
         d.close()
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[Any]:
+    """One cpu each, and a head that gives up nodes within seconds where they do not answer."""
+    joining.load_ray()
+    from ray.cluster_utils import Cluster
+
+    health = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 500,
+        "health_check_failure_threshold": 3,
+    }
+    small = {"object_store_memory": 80 << 20, "num_cpus": 1}
+    made = Cluster(
+        initialize_head=True, head_node_args={**small, "include_dashboard": False, "_system_config": health}
+    )
+    for _ in range(2):
+        made.add_node(**small)
+    yield made
+    made.shutdown()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engine_of_a_host_that_is_cut_off_is_ended_there_and_then_moved(
+    three_nodes: Any, tmp_path: Path
+) -> None:
+    """The raylet of its node is stopped, so that Ray gives the node up while crew and engine live on."""
+    d = Deployment(write_chat_checkpoint(tmp_path / "tiny"), name="far")
+    with d.file.open("a") as f:
+        f.write(f'[hosts]\nbackend = "ray"\naddress = "{three_nodes.address}"\n')
+    try:
+        d.up()
+        before = d.process("decode-0")
+        prefill = d.process("prefill-0")["pid"]
+        old = engine_pid(d, "decode-0")
+        cut = next(n for n in three_nodes.list_all_nodes() if n.node_id == before["host"])
+        assert cut is not three_nodes.head_node
+        raylet = cut.all_processes["raylet"][0].process.pid
+        os.kill(raylet, signal.SIGSTOP)
+        try:
+            patiently("the engine there is ended", lambda: not alive(old), within_s=90.0)
+            assert d.process("decode-0")["host"] == before["host"]  # and no sooner is another one made
+            moved = lambda: d.process("decode-0")["host"] != before["host"]  # noqa: E731
+            patiently("it is moved", moved, within_s=60.0)
+            ready = lambda: d.call("router", "/ready")[0] == 200  # noqa: E731
+            patiently("a token comes through", ready, within_s=90.0)
+        finally:
+            os.kill(raylet, signal.SIGCONT)
+        status, answer = d.generate(list(range(6, 70)), 4)
+        assert status == 200, answer
+        workers = {w["worker_type"]: w["url"] for w in d.call("router", "/workers")[1]["workers"]}
+        assert workers["decode"] == d.url("decode-0") != before["url"]
+        assert d.process("prefill-0")["pid"] == prefill
+        loads = json.loads(d.run("status", "--json").stdout)["deployments"][0]["processes"]
+        assert all(p["load"] for p in loads if p["role"] != "router")
+        assert d.run("restart", "router").returncode == 0
+        until("the router is back", lambda: reborn(d, "router"))
+        patiently("its next life knows it, too", ready)
+        assert d.generate(list(range(6, 70)), 4)[0] == 200
+    finally:
+        d.close()
+
+
+def reborn(d: Deployment, process: str) -> bool:
+    now = d.process(process)
+    return now["restarts"] > 0 and now["phase"] == "ready"
+
+
+def engine_pid(d: Deployment, process: str) -> int:
+    lines = [x for x in d.run("logs", d.name, process).stdout.splitlines() if f"{process} is pid" in x]
+    return int(lines[-1].partition("is pid ")[2].split()[0])
+
+
+def alive(pid: int) -> bool:
+    who = Identity.of(pid)
+    return who is not None and who.alive
 
 
 @needs_ray

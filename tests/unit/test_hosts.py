@@ -15,7 +15,7 @@ from splitserve.errors import ConfigError
 from splitserve.launch import topology
 from splitserve.launch.commands import fill
 from splitserve.launch.deployment import Deployment, load, parse
-from splitserve.launch.hosts.spread import Host, place_all, spread
+from splitserve.launch.hosts.spread import Host, place_all, rehouse, spread
 from splitserve.launch.nvml import Gpu
 from splitserve.launch.topology import Core, Node, Topology
 
@@ -60,6 +60,34 @@ def test_halves_that_fill_a_host_each_part_ways():
 def test_an_engine_that_fits_nowhere_is_said_with_the_sum():
     with pytest.raises(ConfigError, match="decode-0 wants 3 cores of one host; free: h0 2 of 4, h1 2 of 2"):
         spread(hosts(4, 2), deployment({"tp": 2}, {"tp": 3}))
+
+
+def test_an_engine_of_a_lost_host_goes_where_room_is_and_the_router_knows_it_there():
+    d = deployment({"tp": 2}, {"tp": 2, "replicas": 2})
+    three = [Host(f"h{i}", f"10.0.0.{i + 1}", machine(4)) for i in range(3)]
+    placed = place_all(three, d, {"prefill-0": "h0", "decode-0": "h0", "decode-1": "h1"})
+    assert [s.host for s in placed] == ["h0", "h0", "h1", ""]
+    spec, router = rehouse(three, [three[0], three[2]], d, placed, "decode-1")
+    assert (spec.name, spec.host, spec.cpus) == ("decode-1", "h2", (0, 1, 2, 3))
+    ports = {f"{s.name}.{w.key}": 7000 for s in placed for w in s.ports}
+    assert "--decode http://10.0.0.1:7000 --decode http://10.0.0.3:7000" in " ".join(fill(router.argv, ports))
+    assert "--allow-hosts 10.0.0.2" in " ".join(fill(spec.argv, ports))  # of all that there were
+    with pytest.raises(ConfigError, match="decode-1 wants 2 cores of one host; free: h0 0 of 4"):
+        rehouse(three, three[:1], d, placed, "decode-1")
+    with pytest.raises(ConfigError, match="free: no hosts"):
+        rehouse(three, [], d, placed, "decode-1")
+
+
+def test_an_engine_that_comes_later_takes_no_gpu_and_if_it_can_no_core_of_another():
+    d = deployment({"tp": 2, "device": "cuda"}, {"tp": 2, "device": "cuda"})
+    two = [Host(f"h{i}", f"10.0.0.{i + 1}", machine(8, gpus=4)) for i in range(2)]
+    placed = place_all(two, d, {"prefill-0": "h0", "decode-0": "h1"})
+    (_, decode, _) = placed
+    spec, _ = rehouse(two, [two[1]], d, placed, "prefill-0")
+    assert spec.host == "h1"
+    assert not set(spec.gpus) & set(decode.gpus)
+    assert len(spec.gpus) == 2
+    assert "other engines stay as they are" in spec.why[0]
 
 
 def test_engines_are_reached_at_their_hosts_addresses_and_the_router_runs_on_the_first():

@@ -137,20 +137,36 @@ class Cluster:
     def reserve(self, deployment: Deployment, where: Mapping[str, str]) -> dict[str, str]:
         """A placement group for each engine, and so the host that it really has. CapacityError where it gets none."""
         groups = importlib.import_module("ray.util.placement_group")
-        for name, _, config in engine_names(deployment):
-            bundle = {"GPU": config.tp} if config.device == "cuda" else {"CPU": config.tp}
-            self._groups[name] = groups.placement_group(
-                [bundle], strategy="STRICT_PACK", name=name, _soft_target_node_id=where[name]
-            )
-            if not self._groups[name].wait(self._config.wait_s):
-                (kind, count), *_ = bundle.items()
-                raise CapacityError(
-                    f"{name} wants {count} {kind} of one host, and after {self._config.wait_s:g} s none has them free",
-                    field="hosts",
-                    fix="`ray status` shows who holds what; lower tp or replicas, or add hosts",
-                )
+        for name, target in where.items():
+            self._reserve(groups, deployment, name, target)
         table = groups.placement_group_table
         return {name: table(group)["bundles_to_node_id"][0] for name, group in self._groups.items()}
+
+    def _reserve(self, groups: Any, deployment: Deployment, name: str, target: str) -> None:
+        config = next(c for n, _, c in engine_names(deployment) if n == name)
+        bundle = {"GPU": config.tp} if config.device == "cuda" else {"CPU": config.tp}
+        self._groups[name] = groups.placement_group(
+            [bundle], strategy="STRICT_PACK", name=name, _soft_target_node_id=target
+        )
+        if not self._groups[name].wait(self._config.wait_s):
+            (kind, count), *_ = bundle.items()
+            raise CapacityError(
+                f"{name} wants {count} {kind} of one host, and after {self._config.wait_s:g} s none has them free",
+                field="hosts",
+                fix="`ray status` shows who holds what; lower tp or replicas, or add hosts",
+            )
+
+    def reserve_one(self, deployment: Deployment, name: str, target: str) -> str:
+        """A new placement group for one engine, in the place of the one it had; the host that it really has."""
+        groups = importlib.import_module("ray.util.placement_group")
+        groups.remove_placement_group(self._groups.pop(name))
+        self._reserve(groups, deployment, name, target)
+        return str(groups.placement_group_table(self._groups[name])["bundles_to_node_id"][0])
+
+    def alive(self) -> list[Host]:
+        """Those of the hosts that Ray has not given up."""
+        names = {n["NodeID"] for n in self._ray.nodes() if n["Alive"]}
+        return [h for h in self.hosts if h.name in names]
 
     def check(self, host: Host, groups: Sequence[Group]) -> tuple[dict[str, Footprint], list[str]]:
         """What engines of these groups need at least on that host, by role, and warnings about other engines there.

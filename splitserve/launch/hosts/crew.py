@@ -65,7 +65,8 @@ class Crew:
         ConfigError where a crew of this name is here already.
         """
         children.adopt_orphans()
-        self._run_dir = RunDir(name, where=rundir.subdirectory(".hosts"))
+        rundir.sweep(where := rundir.subdirectory(".hosts"))
+        self._run_dir = RunDir(name, where=where)
         self._run_dir.acquire()
         self._command = tuple(command) or (sys.executable, "-m", "splitserve")
         self._alive = children.AlivePipe()

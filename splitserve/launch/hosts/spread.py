@@ -85,6 +85,50 @@ def place_all(
     return [*sorted(specs, key=lambda s: order.index(s.name)), *routers]
 
 
+def rehouse(
+    hosts: Sequence[Host], alive: Sequence[Host], deployment: Deployment, specs: Sequence[ProcSpec], name: str
+) -> tuple[ProcSpec, ProcSpec]:
+    """(engine `name` on the host of `alive` with most room, the router that knows it there); the rest stay as placed.
+
+    `hosts` are all there were, the router's first. ConfigError, with the sum, where it fits on none.
+    """
+    config = next(c for n, _, c in engine_names(deployment) if n == name)
+    others = [s for s in specs if s.host and s.name != name]
+    left = {
+        (h.name, config.device): h.room(config.device) - _num_ranks(others, h, config.device) for h in alive
+    }
+    best = max(alive, key=lambda h: left[h.name, config.device], default=None)
+    if best is None or left[best.name, config.device] < config.tp:
+        raise _no_room(name, config, alive, left)
+    addresses = {s.name: next(h.address for h in hosts if h.name == s.host) for s in others}
+    addresses = {n: addresses.get(n, best.address) for n, _, _ in engine_names(deployment)}
+    rest = replace(best, topology=_unused(best, [s for s in others if s.host == best.name], config))
+    own = Share(frozenset((name,)), addresses, router=False)
+    (spec,) = place(rest.topology, _on(best, hosts, deployment), share=own)
+    first = frozenset(s.name for s in others if s.host == hosts[0].name)
+    told = place(
+        hosts[0].topology, _on(hosts[0], hosts, deployment), share=Share(first, addresses, router=True)
+    )
+    why = (f"on host {best.name[:12]} ({best.address}), whose other engines stay as they are", *spec.why)
+    return replace(spec, host=best.name, why=why), told[-1]
+
+
+def _num_ranks(specs: Sequence[ProcSpec], host: Host, device: str) -> int:
+    on_gpus = device == "cuda"
+    return sum(s.tp for s in specs if s.host == host.name and bool(s.gpus) is on_gpus)
+
+
+def _unused(host: Host, specs: Sequence[ProcSpec], config: EngineConfig) -> Topology:
+    """What the engines there leave of it; all of its cores where they took more than one a rank."""
+    gpus = {index for s in specs for index in s.gpus}
+    cpus = {cpu for s in specs for cpu in s.cpus}
+    free = tuple(core for core in host.topology.cores if not cpus & set(core.cpus))
+    cores = free if len(free) >= config.tp else host.topology.cores
+    return replace(
+        host.topology, cores=cores, gpus=tuple(g for g in host.topology.gpus if g.index not in gpus)
+    )
+
+
 def _on(host: Host, hosts: Sequence[Host], deployment: Deployment) -> Deployment:
     """The deployment as an engine on this host sees it: others reach it at the host's address, not by loopback."""
     transfer, server = deployment.transfer, deployment.server
