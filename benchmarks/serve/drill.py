@@ -6,7 +6,7 @@ Brings up a deployment of its own over a tiny random model: one prefill engine, 
 NIXL between them. Half of the requests stream, half are greedy and half seeded; the answer to each prompt is known from
 before the first kill. Victims, in turn: HTTP server and rank of prefill and of the decode engine that is busiest, and
 the router. A hundred requests belong to each kill: a third have ended when it comes, the others meet what it leaves,
-and all processes are well again before the next hundred begin.
+and all processes are well again before the next hundred begin. At the end no engine may have a page that is not free.
 
 A request may end in three ways: the known answer; a typed error (a status of 4xx or 5xx with a code, or an error event
 and [DONE] behind a beginning of the known answer); or, when the router itself died, a connection that closed.
@@ -162,6 +162,26 @@ class Drill:
             await asyncio.sleep(0.05)
         raise SystemExit(f"not well again within {within_s:g} s: {self.deployment.state()}")
 
+    async def lost_pages(self, within_s: float = 15.0) -> int:
+        """Pages of all engines that are still not free when nothing has run for a while; their books must agree."""
+        end = time.monotonic() + within_s
+        names = [p["name"] for p in self.deployment.state()["processes"] if p["name"] != "router"]
+        lost = 0
+        while time.monotonic() < end:
+            stats = [
+                (await self.client.request("GET", self.deployment.url(n) + "/debug/stats")).json
+                for n in names
+            ]
+            lost = sum(s["total_pages"] - s["free_pages"] for s in stats)
+            if not lost:
+                break
+            await asyncio.sleep(0.2)
+        for name in names:
+            told = await self.client.request("POST", self.deployment.url(name) + "/debug/check", body=b"{}")
+            if told.status != 200:
+                raise SystemExit(f"{name}'s books are not in order: {told.body.decode()}")
+        return lost
+
     async def find(self, victim: str) -> tuple[str, int]:
         """(process, pid): the decode engine is the one that runs most requests."""
         kind, _, part = victim.partition(" ")
@@ -214,6 +234,7 @@ async def run(deployment: Deployment, args: argparse.Namespace) -> dict[str, Any
             await drill.recovered()
         seconds = time.monotonic() - begun
         await drill.count_resumed()
+        lost_pages = await drill.lost_pages()
     counts = Counter(e.how for e in drill.ended)
     failed = [e for e in drill.ended if e.how != "answered"]
     return {
@@ -222,6 +243,8 @@ async def run(deployment: Deployment, args: argparse.Namespace) -> dict[str, Any
         "hung": counts["hung"],
         "wrong": counts["wrong"],
         "unanswered": counts["forgotten"],
+        "lost_pages": lost_pages,
+        "slowest_recovery_s": max(kill["well_again_s"] for kill in drill.kills),
         "ended": dict(counts),
         "codes": dict(Counter(e.code for e in failed if e.how == "typed error")),
         "slowest_answer_s": round(max(e.seconds for e in drill.ended if e.how == "answered"), 2),
@@ -257,7 +280,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if args.keep:
         print(keep(args.keep, result))
-    if result["hung"] or result["wrong"] or result["unanswered"]:
+    if any(result[name] for name in ("hung", "wrong", "unanswered", "lost_pages")):
         raise SystemExit(1)
 
 

@@ -134,12 +134,10 @@ def logs(args: argparse.Namespace) -> int:
         fix = f"one of {', '.join(p.stem for p in have)}"
         raise RequestError(f"{run_dir.name} has no process {process!r}", field="process", fix=fix)
     followers = {p.stem: log_files.Follower(p) for p in paths}
-    for path in paths:
-        _print_log(args, path.stem, log_files.tail(path, lines))
+    _print_logs(args, {p.stem: log_files.tail(p, lines) for p in paths})
     while args.follow and run_dir.running():
         time.sleep(FOLLOW_PAUSE_S)
-        for process, follower in followers.items():
-            _print_log(args, process, list(follower.new_lines()))
+        _print_logs(args, {name: list(f.new_lines()) for name, f in followers.items()})
     return 0
 
 
@@ -378,12 +376,14 @@ def _print(args: argparse.Namespace, body: dict[str, Any], lines: list[str]) -> 
     print(json.dumps(body) if args.json else "\n".join(lines).rstrip())
 
 
-def _print_log(args: argparse.Namespace, process: str, lines: list[str]) -> None:
-    for line in lines:
-        print(
-            json.dumps({"process": process, "line": line}) if args.json else f"{process:<12} | {line}",
-            flush=True,
-        )
+def _print_logs(args: argparse.Namespace, tails: dict[str, list[str]]) -> None:
+    """Of all processes in the order of time; with --request only lines that name it."""
+    for process, line in log_files.merged(tails, time.strftime("%H:%M:%S")):
+        if args.request in line:
+            print(
+                json.dumps({"process": process, "line": line}) if args.json else f"{process:<12} | {line}",
+                flush=True,
+            )
 
 
 def _number(text: str, flag: str) -> float:

@@ -146,6 +146,9 @@ def _logs(parser: argparse.ArgumentParser) -> None:
         "process", nargs="?", default="", metavar="PROCESS", help="for example decode-0; default: all"
     )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until it stops")
+    parser.add_argument(
+        "--request", default="", metavar="ID", help="only lines that name it (a rid or X-Request-Id)"
+    )
     parser.add_argument("--lines", "-n", default="50", metavar="N", help="last lines of each (default: 50)")
     _json(parser)
 

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+_TIME = re.compile(r"\b\d\d:\d\d:\d\d(\.\d{1,3})?")
+_STAMP_WITHIN = 40
+"""A line's time is in its first so many characters: ours begin with it, vLLM's and SGLang's with level or date."""
 
 
 def bound(path: Path, max_bytes: int) -> bool:
@@ -45,6 +50,22 @@ def tail(path: Path, lines: int, *, max_bytes: int = 64 * 1024) -> list[str]:
             return log.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []
+
+
+def merged(tails: Mapping[str, Sequence[str]], now: str) -> list[tuple[str, str]]:
+    """Lines of several logs as (log, line) in the order of their times; those without one stay behind the line before.
+
+    Times are of the day, ours and other engines'; `now` ("HH:MM:SS") tells today's from yesterday's.
+    """
+    found = []
+    for name, lines in tails.items():
+        at = (False, "")
+        for number, line in enumerate(lines):
+            stamp = _TIME.search(line[:_STAMP_WITHIN])
+            if stamp is not None:
+                at = (stamp[0] <= now + ".999", stamp[0])  # False, yesterday's, comes first
+            found.append((at, name, number, line))
+    return [(name, line) for _, name, _, line in sorted(found)]
 
 
 class Follower:

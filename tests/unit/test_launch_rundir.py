@@ -208,3 +208,27 @@ def test_members_left_by_a_dead_leader_are_killed_with_its_group():
     (member,) = who.kill_group()
     left = Identity.of(member)
     assert left is None or left.wait_gone(5.0)
+
+
+def test_logs_are_merged_by_time_across_midnight_and_lines_without_one_stay_behind_theirs():
+    tails = {
+        "decode-0": ["$ command", "23:59:59.100 I decode-0/0 a: late", "00:00:01.200 I decode-0/0 a: early"],
+        "prefill-0": [
+            "00:00:01.100 W prefill-0 b: trouble",
+            "  | with more lines",
+            "00:00:01.300 I prefill-0 b: over",
+        ],
+        "vllm": ["INFO 11-30 00:00:01 [core.py:1] said", "no time at 00:00:00 here" + "x" * 40],
+    }
+    lines = [line for _, line in logs.merged(tails, "00:00:02")]
+    assert lines == [
+        "$ command",
+        "23:59:59.100 I decode-0/0 a: late",
+        "no time at 00:00:00 here" + "x" * 40,
+        "INFO 11-30 00:00:01 [core.py:1] said",
+        "00:00:01.100 W prefill-0 b: trouble",
+        "  | with more lines",
+        "00:00:01.200 I decode-0/0 a: early",
+        "00:00:01.300 I prefill-0 b: over",
+    ]
+    assert logs.merged({}, "00:00:00") == []
