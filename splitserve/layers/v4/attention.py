@@ -41,33 +41,34 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        ops = self.ops
-        table, heads, d = plan.tables[self.ratio], len(self.sink), len(self.kv_norm)
-        rows = ops.beside(len(x), lambda: self._compress(x, fwd, plan))
-        q_latent, kv = ops.linear(x, self.qkv_a).split((len(self.q_norm), d), dim=-1)
-        q_latent = ops.rms_norm(q_latent, self.q_norm, self.eps)
+        ops, tokens, lora = self.ops, x.shape[0], self.q_norm.shape[0]
+        table, heads, d = plan.tables[self.ratio], self.sink.shape[0], self.kv_norm.shape[0]
+        rows = ops.beside(tokens, lambda: self._compress(x, fwd, plan))
+        both = ops.linear(x, self.qkv_a)
+        q_latent, kv = ops.rms_norm(both[:, :lora], self.q_norm, self.eps), both[:, lora:]
 
-        far = ops.beside(len(x), lambda: self._chosen(rows(), q_latent, table, fwd, plan))
-        q = ops.linear(q_latent, self.q_b).unflatten(-1, (heads, d))
+        far = ops.beside(tokens, lambda: self._chosen(rows(), q_latent, table, fwd, plan))
+        q = ops.linear(q_latent, self.q_b).view(tokens, heads, d)
         q = ops.rms_norm_rotate(q, None, self.eps, table)
-        kv = ops.rms_norm_rotate(kv[:, None], self.kv_norm, self.eps, table)[:, 0]
+        kv = ops.rms_norm_rotate(kv.unsqueeze(1), self.kv_norm, self.eps, table).squeeze(1)
         near = self._window(kv, fwd, plan.near)
         out = ops.attend(q, near, far(), self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
-        mixed = ops.grouped_linear(out.flatten(1).unflatten(1, (self.groups, -1)), self.out_a)
+        mixed = ops.grouped_linear(out.reshape(tokens, self.groups, -1), self.out_a)
         return self.tp.all_reduce(ops.linear(mixed, self.out_b))
 
     def _window(self, kv: torch.Tensor, fwd: Forward, near: Near) -> kernels.Rows:
         """Keep the new latents; what the tokens read of the window."""
         ops, save = self.ops, near.save
-        ring = fwd.states.view("window", self.layer)[:, 0]
+        ring = fwd.states.view("window", self.layer).select(1, 0)
         if near.from_ring:
             kept = kv[save.token] if fwd.marks else kv
             ops.write_latents(ring, kept, save.slot, save.row, rope_dim=self.rope_dim)
             return kernels.Rows(ring, near.index)
         rows = ops.encode_latents(kv, self.rope_dim, ring)
-        both = torch.cat((ring[fwd.slots].flatten(0, 1), rows))  # a copy: saving overwrites what is read
-        ops.write_rows(ring, rows[save.token], save.slot, save.row)
-        return kernels.Rows(both[None], near.index)
+        old = ring.index_select(0, fwd.slots).flatten(0, 1)  # a copy: saving overwrites what is read
+        both = torch.cat((old, rows))
+        ops.write_rows(ring, rows.index_select(0, save.token), save.slot, save.row)
+        return kernels.Rows(both.unsqueeze(0), near.index)
 
     def _compress(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor | None:
         """Complete and keep this step's entries. The rest of the rows is the indexer's: how much each head counts."""
@@ -100,4 +101,4 @@ class Attention:
             chosen = self.indexer(head_weights, q_latent, table, fwd, compression)
         if chosen is None or not chosen.shape[1]:
             return None
-        return kernels.Rows(fwd.states.view(self.compressor.state, self.layer)[:, 0], chosen)
+        return kernels.Rows(fwd.states.view(self.compressor.state, self.layer).select(1, 0), chosen)

@@ -37,7 +37,7 @@ class Compressor:
             step = kernels.Singles(fwd.positions, fwd.slots, fwd.pages, fwd.page_tokens)
             self.ops.absorb(rows, self.gate, store, step, table=plan.entry_table, dtype=self.dtype)
             return
-        rows = rows + self.gate.bias[fwd.positions % self.gate.ratio]
+        rows = rows + self.gate.bias.index_select(0, plan.kept.phase)
         windows = plan.kept.windows
         pooled = self.ops.pool_windows(rows, store.pending, store.carry, windows) if len(windows) else None
         self._save(rows, store, plan.kept)
@@ -46,23 +46,25 @@ class Compressor:
 
     def _store(self, fwd: Forward) -> kernels.Store:
         def view(name: str) -> torch.Tensor:
-            return fwd.states.view(name, self.layer)[:, 0]
+            return fwd.states.view(name, self.layer).select(1, 0)
 
         carry = view(f"{self.state}_carry") if self.gate.ratio == kernels.CSA else None
         return kernels.Store(view(f"{self.state}_pending"), carry, view(self.state), self.state == "index")
 
     def _save(self, rows: torch.Tensor, store: kernels.Store, kept: Kept) -> None:
         wide = store.pending.shape[-1]
-        self.ops.write_rows(
-            store.pending, rows[kept.pending.token, -wide:], kept.pending.slot, kept.pending.row
-        )
+        save = kept.pending
+        self.ops.write_rows(store.pending, save.of(rows[:, -wide:]), save.slot, save.row)
         if store.carry is not None and kept.carry is not None:
-            self.ops.write_rows(store.carry, rows[kept.carry.token, :wide], kept.carry.slot, kept.carry.row)
+            save = kept.carry
+            self.ops.write_rows(store.carry, save.of(rows[:, :wide]), save.slot, save.row)
 
     def _write(
         self, pooled: torch.Tensor, store: kernels.Store, table: kernels.Table, windows: kernels.Windows
     ) -> None:
-        entries = self.ops.rms_norm_rotate(pooled[:, None], self.gate.norm, self.gate.eps, table)[:, 0]
+        entries = self.ops.rms_norm_rotate(pooled.unsqueeze(1), self.gate.norm, self.gate.eps, table).squeeze(
+            1
+        )
         page, row = windows.page, windows.row
         if store.keys:
             self.ops.write_keys(store.entries, entries, page, row)

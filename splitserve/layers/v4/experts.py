@@ -38,7 +38,7 @@ class Experts:
             y: torch.Tensor = ops.expert_ffn(x, self.shared_gate_up, self.shared_down, self.limit)
             return y
 
-        own = ops.beside(len(x), shared)
+        own = ops.beside(x.shape[0], shared)
         weights, experts = self._route(x, tokens)
         routed = self.gate_up, self.down
         y = ops.mix_onto(x, routed, weights, experts, own, local=self.local, limit=self.limit)

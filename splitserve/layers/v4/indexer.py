@@ -35,8 +35,8 @@ class Indexer:
         """Keys of this step's entries are in their pages already; rating is skipped where a token may read all."""
         if plan.visible is not None:
             return plan.visible
-        view = fwd.states.view("index", self.compressor.layer)[:, 0]
-        q = self.ops.linear(q_latent, self.q_b).unflatten(-1, (self.heads, -1))
+        view = fwd.states.view("index", self.compressor.layer).select(1, 0)
+        q = self.ops.linear(q_latent, self.q_b).view(q_latent.shape[0], self.heads, -1)
         q = self.ops.rotate_tail(q, table)
         weights = weights * (q.shape[-1] * self.heads) ** -0.5
         scores = self.ops.index_scores(q, weights, view, fwd.pages, plan.num_visible, q_lens=fwd.q_lens)

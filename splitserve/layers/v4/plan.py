@@ -58,6 +58,7 @@ class Compression:
 class Kept:
     """The windows that are completed, and what stays of the step's rows."""
 
+    phase: torch.Tensor  # [T] int64: each token's place in its window
     windows: ops.Windows
     pending: ops.Saves
     carry: ops.Saves | None  # ratio 4
@@ -130,7 +131,7 @@ def _plan_kept(fwd: Forward, ratio: int) -> Kept:
         page_tokens=fwd.page_tokens,
     )
     carry = _save_rows(fwd, 2 * ratio) if ratio == ops.CSA else None
-    return Kept(windows, _save_rows(fwd, ratio), carry)
+    return Kept(fwd.positions % ratio, windows, _save_rows(fwd, ratio), carry)
 
 
 def _save_rows(fwd: Forward, rows: int) -> ops.Saves:

@@ -46,6 +46,11 @@ class Saves:
     token: torch.Tensor  # [n] int64
     slot: torch.Tensor  # [n] int64
     row: torch.Tensor  # [n] int64: position modulo the ring's rows
+    span: slice | None = None  # the tokens, where they follow each other
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, ...] of the step's tokens -> [n, ...] of those that are kept; a view where they follow each other."""
+        return rows[self.token] if self.span is None else rows[self.span]
 
 
 def plan_windows(
@@ -112,7 +117,8 @@ def plan_saves(
     token = ends[seq] - back
     row = (stops[seq] - back) % rows
     tokens, rows_of, seqs = (torch.from_numpy(a).to(slots.device) for a in (token, row, seq))
-    return Saves(tokens, slots[seqs], rows_of)
+    follow = len(token) > 0 and bool((np.diff(token) == 1).all())
+    return Saves(tokens, slots[seqs], rows_of, slice(int(token[0]), int(token[-1]) + 1) if follow else None)
 
 
 def pool_windows(

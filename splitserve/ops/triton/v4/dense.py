@@ -60,7 +60,7 @@ def linear_f32(
     """Twin of ref.v4.linear_f32: products of bf16 are exact in float32, and sums are float32."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return x.float() @ weight.float().T
-    if len(x) <= FEW_ROWS:
+    if x.shape[0] <= FEW_ROWS:
         return multiply(x, weight, dtype=torch.float32)
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
@@ -75,7 +75,7 @@ def grouped_linear(
     tokens, groups, size = x.shape
     rows: torch.Tensor | Rounded = x.reshape(tokens * groups, size)
     if isinstance(weight, Codes) and not exact:
-        rows = rounded(x.reshape(tokens * groups, size), weight, rows=tokens)
+        rows = rounded(rows, weight, rows=tokens)
     if isinstance(rows, torch.Tensor):
         x = rows.view(x.shape)
         if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:

@@ -65,8 +65,8 @@ def clamped_swiglu(
     """Twin of ref.v4.clamped_swiglu."""
     size = gate_up.shape[-1] // 2
     flat = gate_up.contiguous().view(-1, 2 * size)
-    out = torch.empty(len(flat), size, dtype=torch.float32, device=flat.device)
-    launch(gated, (len(flat), cdiv(size, 1024)), flat, out, size, limit, BD=1024, num_warps=4)
+    out = torch.empty(flat.shape[0], size, dtype=torch.float32, device=flat.device)
+    launch(gated, (flat.shape[0], cdiv(size, 1024)), flat, out, size, limit, BD=1024, num_warps=4)
     return out.view(*gate_up.shape[:-1], size)
 
 
@@ -80,7 +80,7 @@ def expert_ffn(
     exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [n, hidden]
     """Twin of ref.v4.expert_ffn; for few rows gate, up and their product are one kernel."""
-    if len(x) >= tuned("expand", arch_of(x))["ROWS"]:
+    if x.shape[0] >= tuned("expand", arch_of(x))["ROWS"]:
         product = linear if exact else linear_rounded
         inner = clamped_swiglu(product(x, gate_up), limit)
         return product((inner if weights is None else inner * weights).to(x.dtype), down)

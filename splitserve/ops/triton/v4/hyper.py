@@ -276,7 +276,7 @@ def hc_enter(
     norm_eps: float,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """hc_pre's x, and hc_post of what comes of it; with few tokens the mixture is worked out there."""
-    if len(streams) > FEW:
+    if streams.shape[0] > FEW:
         x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
         return x, lambda y: hc_post(y, streams, post, comb)
     parts = _mix(streams, fn)
@@ -310,7 +310,7 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(
         hc_mix, (blocks, splits), streams.contiguous(), fn, parts, tokens, n * size,
-        M=len(fn), SPLITS=splits, ONCE=splits * config["BK"] >= n * size, NATIVE=not interpreted(), **config,
+        M=fn.shape[0], SPLITS=splits, ONCE=splits * config["BK"] >= n * size, NATIVE=not interpreted(), **config,
     )  # fmt: skip
     return parts
 
@@ -326,7 +326,7 @@ def _collapse(
     launch(
         hc_collapse, (tokens, cdiv(size, COLUMNS) + (result is not None)),
         streams.contiguous(), parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
-        ITERS=iters, HEAD=len(base) == n, N=n, SPLITS=len(parts), BD=COLUMNS, num_warps=1,
+        ITERS=iters, HEAD=base.shape[0] == n, N=n, SPLITS=parts.shape[0], BD=COLUMNS, num_warps=1,
     )  # fmt: skip
     return x
 
@@ -354,6 +354,6 @@ def _expand(
         hc_expand, (tokens, cdiv(size, columns)),
         y, streams, parts, base, scale, post, comb, out, tokens, size,
         later.eps if later else 0.0, later.norm_eps if later else 0.0,
-        ITERS=later.iters if later else 0, N=n, SPLITS=len(parts) if later else 0, BD=columns, num_warps=warps,
+        ITERS=later.iters if later else 0, N=n, SPLITS=parts.shape[0] if later else 0, BD=columns, num_warps=warps,
     )  # fmt: skip
     return out

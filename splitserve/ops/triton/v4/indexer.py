@@ -97,17 +97,17 @@ def index_scores(
     q_lens: Sequence[int],  # tokens of each sequence in q, in order
 ) -> torch.Tensor:  # [T, entries that the pages hold] float32, -inf where not visible
     """Twin of ref.v4.index_scores; as wide as the pages allow, so that nothing is read back from the device."""
-    heads, dim = q.shape[1:]
-    one = len(q) == len(q_lens)
+    tokens, heads, dim = q.shape
+    one = tokens == len(q_lens)
     seq_of = num_visible if one else _sequences(q_lens, q.device)
-    scores = torch.empty(len(q), pages.shape[1] * view.shape[1], dtype=torch.float32, device=q.device)
+    scores = torch.empty(tokens, pages.shape[1] * view.shape[1], dtype=torch.float32, device=q.device)
     packed = view.dtype == torch.uint8
     align = 4 if packed else 8
-    config = tuned("rate_entries", arch_of(q), len(q))
+    config = tuned("rate_entries", arch_of(q), tokens)
     config["STAGES"] = config.pop("num_stages")
     launch(
         rate_entries,
-        (len(q), cdiv(scores.shape[1], config["BN"] * config["TILES"])),
+        (tokens, cdiv(scores.shape[1], config["BN"] * config["TILES"])),
         q, weights,
         view, view.shape[1], view.stride(0) // align, view.stride(1) // align,
         pages, pages.shape[1], seq_of, num_visible, scores, scores.shape[1], heads,

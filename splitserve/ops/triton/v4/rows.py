@@ -151,7 +151,7 @@ def encode_latents(
     like: torch.Tensor,  # a view of the state: its dtype says how
 ) -> torch.Tensor:  # [N, width of a row] in the view's dtype
     """Twin of ref.v4.encode_latents."""
-    rows = torch.empty(1, len(x), like.shape[-1], dtype=like.dtype, device=x.device)
+    rows = torch.empty(1, x.shape[0], like.shape[-1], dtype=like.dtype, device=x.device)
     _put_latents(rows, x, x, x, rope_dim, dense=True)
     return rows[0]
 
@@ -171,7 +171,7 @@ def encode_keys(
     like: torch.Tensor,
 ) -> torch.Tensor:  # [N, width of a row] in the view's dtype
     """Twin of ref.v4.encode_keys."""
-    rows = torch.empty(1, len(x), like.shape[-1], dtype=like.dtype, device=x.device)
+    rows = torch.empty(1, x.shape[0], like.shape[-1], dtype=like.dtype, device=x.device)
     _put_keys(rows, x, x, x, dense=True)
     return rows[0]
 
@@ -203,7 +203,7 @@ def _put_latents(
     x = x if x.stride(-1) == 1 else x.contiguous()
     nope = x.shape[1] - rope_dim
     launch(
-        put_latents, (len(x),), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
+        put_latents, (x.shape[0],), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
         PACKED=view.dtype == torch.uint8, DENSE=dense, NOPE=nope, ROPE=rope_dim,
         GROUPS=next_power_of_2(cdiv(nope, GROUP)), TAIL=view.shape[-1] - nope - 2 * rope_dim,
         FP8=_fp8(x), D=next_power_of_2(x.shape[1]), num_warps=2,
@@ -215,7 +215,7 @@ def _put_keys(
 ) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
     launch(
-        put_keys, (len(x),), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
+        put_keys, (x.shape[0],), x, view, unit, row, x.stride(0), view.stride(0), view.stride(1),
         PACKED=view.dtype == torch.uint8, DENSE=dense, FP8=_fp8(x),
         D=x.shape[1], BD=next_power_of_2(x.shape[1]), num_warps=1,
     )  # fmt: skip
