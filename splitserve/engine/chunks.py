@@ -48,11 +48,15 @@ def borders(req: Request, stop: int, *, page_tokens: int) -> list[int]:
 
     Where its prompt leaves others (the last cached page that it has in common with somebody), and the last border
     of what is known now: the same prompt can be continued before its last token only.
+
+    Of a single token only the border before it: such steps are replayed on GPUs, and nothing can be kept on the way.
+    The border behind it is before the next one.
     """
     assert req.holding is not None
     lasts = ((req.num_tokens - 1) // page_tokens * page_tokens, req.num_tokens // page_tokens * page_tokens)
     wanted = {req.holding.num_matched, *lasts}
-    return sorted(b for b in wanted if max(req.num_planned, req.num_marked + 1) <= b <= stop)
+    last = stop if stop > req.num_planned + 1 else req.num_planned
+    return sorted(b for b in wanted if max(req.num_planned, req.num_marked + 1) <= b <= last)
 
 
 def mark(req: Request, stop: int, cache: Cache) -> tuple[tuple[int, int], ...]:

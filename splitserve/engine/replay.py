@@ -45,8 +45,11 @@ def replayable(model: Any, device: torch.device) -> bool:
 
 
 def suits(chunks: Sequence[Chunk]) -> bool:
-    """Whether a step is one token for each sequence, and nothing has to be kept on the way."""
-    return bool(chunks) and all(c.num_tokens == 1 and not c.marks and not c.prompt_next for c in chunks)
+    """Whether a step is one token for each sequence, and nothing has to be kept on the way: before it is no matter."""
+    return bool(chunks) and all(
+        c.num_tokens == 1 and not c.prompt_next and all(border == c.start for border, _ in c.marks)
+        for c in chunks
+    )
 
 
 def plain(chunk: Chunk) -> bool:

@@ -88,7 +88,8 @@ class Runner:
     def launch(self, step: Step) -> Pending:
         """Compute a step. Every rank samples for itself: same logits and same keys give the same tokens."""
         chunks = batch.in_forward_order(step)
-        if self.replay is not None and not step.loads and len(chunks) <= self.replay.most and suits(chunks):
+        if self.replay is not None and len(chunks) <= self.replay.most and suits(chunks):
+            self._copy_slots(step, chunks)
             return self._start(self.replay, step, chunks)
         self._settle()
         return self._compute(step, [self._with_history(c) for c in chunks])
@@ -124,10 +125,7 @@ class Runner:
 
     def _compute(self, step: Step, chunks: list[Chunk]) -> Pending:
         begun = time.monotonic()
-        if step.loads:
-            self._states.copy_slots(step.loads)
-        if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:
-            self._states.copy_slots(marks)  # as it is now; the model adds what comes up to the border
+        self._copy_slots(step, chunks)
         fwd = batch.build(
             chunks,
             self._last_tokens,
@@ -147,6 +145,13 @@ class Runner:
             )
         self._remember(step.index, sampled)
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
+
+    def _copy_slots(self, step: Step, chunks: Sequence[Chunk]) -> None:
+        """Snapshots into slots, then slots into snapshots, as they are now: the model adds what comes up to the border."""
+        if step.loads:
+            self._states.copy_slots(step.loads)
+        if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:
+            self._states.copy_slots(marks)
 
     def _with_history(self, chunk: Chunk) -> Chunk:
         """The plan could not know the tokens in flight; penalties and grammars must."""

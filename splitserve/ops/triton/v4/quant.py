@@ -106,14 +106,14 @@ def multiplies_right(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    draw = torch.Generator().manual_seed(5)
+    draw = torch.Generator("cpu").manual_seed(5)
     weight = Mxfp4(
-        torch.randint(0, 256, (2, 256, 128), generator=draw, dtype=torch.uint8),
-        torch.randint(115, 125, (2, 256, 8), generator=draw, dtype=torch.uint8),
+        torch.randint(0, 256, (2, 256, 128), generator=draw, dtype=torch.uint8, device="cpu"),
+        torch.randint(115, 125, (2, 256, 8), generator=draw, dtype=torch.uint8, device="cpu"),
     )
     here = repack(weight, eight=True)
     here = Words(here.codes.to(device), here.scales.to(device), eight=True)
-    x = torch.randn(6, 256, generator=draw).bfloat16()
+    x = torch.randn(6, 256, generator=draw, device="cpu").bfloat16()
     experts = torch.arange(6)[:, None] % 2
     rows = quantise_rows(x.to(device))
     numbers = dequantise(weight, torch.float32)
