@@ -147,7 +147,7 @@ class Runner:
         return Computed(StepResult(step.index, sampled, time.monotonic() - begun))
 
     def _copy_slots(self, step: Step, chunks: Sequence[Chunk]) -> None:
-        """Snapshots into slots, then slots into snapshots, as they are now: the model adds what comes up to the border."""
+        """Snapshots into slots, then slots as they are into snapshots: the model adds what comes up to the border."""
         if step.loads:
             self._states.copy_slots(step.loads)
         if marks := [(c.slot, unit) for c in chunks for _, unit in c.marks]:

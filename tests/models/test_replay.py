@@ -135,9 +135,7 @@ def test_what_is_replayed() -> None:
     assert suits([one])
     assert not suits([])
     assert not suits([one, replace_(one, start=2, tokens=(1, 2, 3))])
-    assert suits(
-        [replace_(one, marks=((4, 2),))]
-    )  # kept before the step; each page border would cost one without a graph
+    assert suits([replace_(one, marks=((4, 2),))])  # kept before the step, as at each border of a page
     assert not suits([replace_(one, marks=((5, 2),))])
     assert plain(one)
     for changed in (
