@@ -86,21 +86,28 @@ class Drill:
             told = await self.client.request("POST", url, body=prompt.body(stream=False))
             prompt.answer = told.json["choices"][0]["text"]
 
-    async def load(self, num: int, concurrency: int, victim: str) -> None:
-        """`num` requests; `victim` dies when a third of them have ended."""
+    async def load(self, num: int, concurrency: int, victim: str, *, until_well: bool) -> None:
+        """`num` requests; `victim` dies when a third of them have ended. `until_well`: and more until it is back."""
         left = iter(range(num))
         kill_at = len(self.ended) + num // 3
+        killed, well = asyncio.Event(), asyncio.Event()
+
+        async def heal() -> None:
+            await killed.wait()
+            await self.recovered()
+            well.set()
 
         async def work() -> None:
-            for _ in left:
+            while next(left, None) is not None or (until_well and not well.is_set()):
                 ended = await self.one(self.rng.choice(self.prompts), stream=self.rng.random() < 0.5)
                 self.ended.append(ended)
                 if len(self.ended) == kill_at:
                     await self.kill(victim)
+                    killed.set()
                 if ended.how != "answered":
                     await asyncio.sleep(PAUSE_S)
 
-        await asyncio.gather(*(work() for _ in range(concurrency)))
+        await asyncio.gather(*(work() for _ in range(concurrency)), heal())
 
     async def one(self, prompt: Prompt, *, stream: bool) -> Ended:
         begun = time.monotonic()
@@ -230,8 +237,8 @@ async def run(deployment: Deployment, args: argparse.Namespace) -> dict[str, Any
         await drill.learn()
         begun = time.monotonic()
         for victim in VICTIMS * args.turns:
-            await drill.load(args.num // (len(VICTIMS) * args.turns), args.concurrency, victim)
-            await drill.recovered()
+            num = args.num // (len(VICTIMS) * args.turns)
+            await drill.load(num, args.concurrency, victim, until_well=args.until_well)
         seconds = time.monotonic() - begun
         await drill.count_resumed()
         lost_pages = await drill.lost_pages()
@@ -266,6 +273,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--decodes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--until-well",
+        action="store_true",
+        help="go on asking until each victim is back: more than NUM requests",
+    )
     parser.add_argument("--keep", default="drill", help="name of the result file; empty: keep nothing")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
