@@ -101,7 +101,7 @@ class Forms:
     ) -> None:
         """As `kernel[grid](*args, **constants)`, for tensors on a GPU. Raises what Triton raises."""
         places = _places(tuple(map(type, args)))
-        if places is None or not _bare(kernel):
+        if places is None:
             kernel[grid](*args, **constants)
             return
         tensors = places.tensors(args)
@@ -110,17 +110,17 @@ class Forms:
         active = driver.active
         device = active.get_current_device()
         key = (
-            id(kernel), device, places, devices, askew, *map(_dtype, tensors),
-            *map(_kinds.__getitem__, places.sizes(args)), *constants, *constants.values(),
+            id(kernel), device, places, devices, askew, tuple(map(_dtype, tensors)),
+            tuple(map(_kinds.__getitem__, places.sizes(args))), tuple(constants), tuple(constants.values()),
         )  # fmt: skip
         form = self._forms.get(key)
-        if form is None:
+        if form is None or kernel.pre_run_hooks or not _idle():
             compiled = kernel[grid](*args, **constants)
-            if len(set(devices)) == 1:
+            if form is None and type(kernel) is JITFunction and len(set(devices)) == 1:
                 self._remember(key, kernel, compiled, len(args), constants)
             return
         run, function, metadata, tail, _ = form
-        x, y, z = (*grid, 1, 1)[:3]
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         values = places.order(pointers + places.others(args))
         run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values, *tail)
 
@@ -137,17 +137,14 @@ class Forms:
         )
 
 
-def _bare(kernel: Any) -> bool:
-    """Whether Triton would start it and do nothing else."""
-    runtime, idle = triton.knobs.runtime, _idle_hooks()
+def _idle() -> bool:
+    """Whether Triton would start a kernel and do nothing else, as far as its hooks go."""
+    runtime, chains = triton.knobs.runtime, _idle_hooks()
     return (
-        idle is not None
-        and type(kernel) is JITFunction
-        and not kernel.pre_run_hooks
-        and runtime.launch_enter_hook is idle[0]
-        and runtime.launch_exit_hook is idle[1]
-        and not idle[0].calls
-        and not idle[1].calls
+        chains is not None
+        and not (chains[0].calls or chains[1].calls)
+        and runtime.launch_enter_hook is chains[0]
+        and runtime.launch_exit_hook is chains[1]
         and runtime.add_stages_inspection_hook is None
     )
 
