@@ -38,27 +38,58 @@ def build(
     for i, chunk in enumerate(chunks):
         pages[i, : len(chunk.pages)] = chunk.pages
 
-    def tensor(a: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(a).to(device)
-
+    tokens, at, rows, begins, pages_of, slots, page, row = _on_device(
+        [
+            _tokens(chunks, last_tokens),
+            positions,
+            _logit_rows(chunks, q_start),
+            q_start,
+            pages,
+            np.array([c.slot for c in chunks], dtype=np.int64),
+            pages[sequence, positions // page_tokens],
+            positions % page_tokens,
+        ],
+        device,
+    )
     return Forward(
-        tokens=tensor(_tokens(chunks, last_tokens)),
-        positions=tensor(positions),
-        logit_rows=tensor(_logit_rows(chunks, q_start)),
-        q_start=tensor(q_start),
+        tokens=tokens,
+        positions=at,
+        logit_rows=rows,
+        q_start=begins,
         q_lens=tuple(q_lens.tolist()),
         kv_lens=tuple(c.stop for c in chunks),
         num_decode=int((q_lens == 1).sum()),
-        pages=tensor(pages),
-        slots=tensor(np.array([c.slot for c in chunks], dtype=np.int64)),
-        write_page=tensor(pages[sequence, positions // page_tokens]),
-        write_row=tensor(positions % page_tokens),
+        pages=pages_of,
+        slots=slots,
+        write_page=page,
+        write_row=row,
         page_tokens=page_tokens,
         states=states,
         tp=tp,
         between_layers=between_layers,
         marks=tuple(Mark(i, stop, unit) for i, c in enumerate(chunks) for stop, unit in c.marks),
     )
+
+
+def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int64 arrays as tensors; on a GPU by one copy that nobody waits for, not by many that wait for what is before."""
+    if device.type == "cpu":
+        return [torch.from_numpy(a) for a in arrays]
+    packed, starts = _pack(arrays, pinned=device.type == "cuda")
+    moved = packed.to(device, non_blocking=True)
+    return [moved[i : i + a.size].view(a.shape) for i, a in zip(starts, arrays, strict=True)]
+
+
+def _pack(arrays: list[np.ndarray], *, pinned: bool) -> tuple[torch.Tensor, list[int]]:
+    """Behind each other, and where each starts: at a multiple of 16 bytes, which kernels are compiled for."""
+    starts = [0]
+    for a in arrays:
+        starts.append(starts[-1] + a.size + a.size % 2)
+    packed = torch.empty(starts.pop(), dtype=torch.int64, pin_memory=pinned)
+    numbers = packed.numpy()
+    for i, a in zip(starts, arrays, strict=True):
+        numbers[i : i + a.size] = a.reshape(-1)
+    return packed, starts
 
 
 def _tokens(chunks: list[Chunk], last_tokens: Mapping[Rid, int]) -> np.ndarray:
