@@ -43,8 +43,8 @@ def installation(where: Path) -> Path:
 class Server:
     """One life."""
 
-    def __init__(self, port: int, core: subprocess.Popen[bytes]) -> None:
-        self.port = port
+    def __init__(self, host: str, port: int, core: subprocess.Popen[bytes]) -> None:
+        self.host, self.port = host, port
         self.core = core
         self.life = uuid.uuid4().hex
         self.running = 0
@@ -88,7 +88,12 @@ class Server:
             self.taken += num_prompt
         else:
             self.computed += num_prompt
-        give = {"do_remote_prefill": True, "remote_port": self.port, "remote_engine_id": self.life}
+        give = {
+            "do_remote_prefill": True,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_engine_id": self.life,
+        }
         told = {"kv_transfer_params": give} if params.get("do_remote_decode") else {}
         if not body.get("stream"):
             await asyncio.sleep(GAP_S * count)
@@ -126,7 +131,7 @@ class Server:
 
 def lives(params: dict[str, Any]) -> bool:
     """Whether that life of a prefill server is still there."""
-    url = f"http://127.0.0.1:{params['remote_port']}/life/{params['remote_engine_id']}"
+    url = f"http://{params['remote_host']}:{params['remote_port']}/life/{params['remote_engine_id']}"
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
             return answer.status == 200
@@ -143,12 +148,12 @@ def frame(writer: asyncio.StreamWriter, event: bytes) -> None:
     writer.write(b"%x\r\n%s\r\n" % (len(event), event))
 
 
-async def serve(port: int) -> None:
+async def serve(host: str, port: int) -> None:
     """Until SIGTERM, or the core's death, which is exit code 1."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, done.set)
     core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    server = await asyncio.start_server(Server(port, core).answer, "127.0.0.1", port)
+    server = await asyncio.start_server(Server(host, port, core).answer, host, port)
     while not done.is_set() and core.poll() is None:
         await asyncio.sleep(0.05)
     server.close()
@@ -160,4 +165,5 @@ async def serve(port: int) -> None:
 
 def main() -> None:
     words = sys.argv[1:]
-    asyncio.run(serve(int(words[words.index("--port") + 1])))
+    host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
+    asyncio.run(serve(host, int(port)))

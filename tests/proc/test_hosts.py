@@ -21,8 +21,11 @@ from splitserve.launch.hosts import cluster as joining
 from splitserve.launch.hosts.crew import Crew
 from splitserve.launch.hosts.relay import wait_for_end
 from splitserve.launch.identity import Identity, parent_of
+from tests.proc.fake_vllm import installation
 from tests.proc.real import Deployment
 from tests.proc.real import until as patiently
+from tests.proc.test_foreign_faults import FILE as FOREIGN
+from tests.proc.test_foreign_faults import tree
 from tests.tiny_chat import write_chat_checkpoint
 
 __all__ = ["shell"]
@@ -282,6 +285,29 @@ def test_real_engines_on_two_hosts_hand_over_state(address: str, tmp_path: Path)
         shown = d.run("status").stdout
         assert "host" in shown.splitlines()[1]
         assert d.run("verify", str(d.file), timeout_s=200).returncode == 0
+    finally:
+        d.close()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_another_engine_on_another_host_comes_back_with_nothing_left_of_it(
+    address: str, tmp_path: Path
+) -> None:
+    d = Deployment(tmp_path, name="v")
+    text = FOREIGN.format(python=installation(tmp_path), decodes=1)
+    d.file.write_text(f'{text}[hosts]\nbackend = "ray"\naddress = "{address}"\n')
+    try:
+        d.up()
+        old = [Identity.of(pid) for pid in tree(engine_pid(d, "decode-0"))]
+        assert len(old) == 3  # attendant, server, engine core
+        os.kill(old[1].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        until("it is back", lambda: reborn(d, "decode-0"))
+        assert not [who for who in old if who and who.alive]
+        body = {"prompt": "one two", "max_tokens": 2}
+        answered = lambda: d.call("router", "/v1/completions", body)[0] == 200  # noqa: E731
+        until("it answers", answered)
     finally:
         d.close()
 
