@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from splitserve.ops.kernels.archs import FIRST_FP8
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 
@@ -101,7 +101,7 @@ def expand(
     num_out, size = weight.codes.shape
     out = torch.empty(num_out, size, dtype=torch.bfloat16, device=weight.codes.device)
     launch(
-        expand_tiles, (triton.cdiv(num_out, 32), triton.cdiv(size, 256)),
+        expand_tiles, (cdiv(num_out, 32), cdiv(size, 256)),
         weight.codes.view(torch.uint8), weight.scales, out, num_out, size,
         TR=weight.tile[0], TC=weight.tile[1], NATIVE=not interpreted(), BN=32, BK=256, num_warps=4,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def _quantise(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -
     if size % BLOCK:
         raise ValueError(f"rows of {size} numbers: not a multiple of {BLOCK}")
     launch(
-        quantise, (rows, triton.cdiv(size, 1024)), x, out, out if scales is None else scales, rows, size,
+        quantise, (rows, cdiv(size, 1024)), x, out, out if scales is None else scales, rows, size,
         NUMBERS=scales is None, FP8=arch_of(x) >= FIRST_FP8, BD=1024, num_warps=4,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def multiply(
     width = num_out if limit is None else num_out // 2
     out = torch.empty(rows, width, dtype=dtype, device=sums.device)
     launch(
-        add_parts, (rows, triton.cdiv(width, 512)),
+        add_parts, (rows, cdiv(width, 512)),
         sums, out, out if factors is None else factors, rows, num_out, 0.0 if limit is None else limit,
         GLU=limit is not None, WEIGHTED=factors is not None, SPLITS=splits, BD=512, num_warps=4,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def _start(
     )
     lead = x.codes if isinstance(x, Rounded) else x.contiguous()
     config = _config(format_, eight, lead, rows, groups)
-    tiles, blocks = triton.cdiv(num_out, config["BN"]), _blocks(groups, rows, config["BM"])
+    tiles, blocks = cdiv(num_out, config["BN"]), _blocks(groups, rows, config["BM"])
     splits = _splits(config.pop("FILL"), tiles * blocks, size, lead)
     width = num_out if limit is None else num_out // 2
     shape, kind = ((splits, rows, num_out), torch.float32) if splits > 1 else ((rows, width), dtype)
@@ -254,9 +254,9 @@ def _blocks(groups: Groups | Strided | None, rows: int, block: int) -> int:
         case Groups():
             return groups.num_blocks
         case Strided():
-            return groups.count * triton.cdiv(rows // groups.count, block)
+            return groups.count * cdiv(rows // groups.count, block)
         case _:
-            return triton.cdiv(rows, block)
+            return cdiv(rows, block)
 
 
 def _splits(fill: float, programs: int, size: int, x: torch.Tensor) -> int:
