@@ -73,9 +73,8 @@ def grouped_linear(
 ) -> torch.Tensor:  # [T, groups * out]: each group of inputs through its own matrix
     """Twin of ref.v4.grouped_linear, which takes numbers; codes are taken as they are."""
     tokens, groups, size = x.shape
-    rows: torch.Tensor | Rounded = x.reshape(tokens * groups, size)
-    if isinstance(weight, Codes) and not exact:
-        rows = rounded(rows, weight, rows=tokens)
+    flat = x.reshape(tokens * groups, size)
+    rows = rounded(flat, weight, rows=tokens) if isinstance(weight, Codes) and not exact else flat
     if isinstance(rows, torch.Tensor):
         x = rows.view(x.shape)
         if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:
