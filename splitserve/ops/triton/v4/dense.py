@@ -7,7 +7,7 @@ import torch
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.dense import Table, rope_table
-from splitserve.ops.triton.multiply import Codes, Rounded, Strided, expand, multiply, rounded
+from splitserve.ops.triton.multiply import Codes, Strided, expand, multiply, rounded
 from splitserve.ops.triton.norms import norm_and_turn
 
 __all__ = [
