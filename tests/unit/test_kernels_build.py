@@ -136,12 +136,16 @@ def test_unknown_architectures_have_tiles() -> None:
 
 def test_an_entry_may_be_for_one_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What spills under the newest Triton is kept for the one whose code is good, without touching the others."""
-    from splitserve.ops.kernels.tuned import _table
+    from splitserve.ops.kernels.tuned import _table, _tuned
+
+    def forget() -> None:
+        _table.cache_clear()
+        _tuned.cache_clear()
 
     def keeps(version: str) -> bool:
-        _table.cache_clear()
+        forget()
         monkeypatch.setattr("splitserve.ops.kernels.tuned.triton_version", lambda: version)
         return bool(tuned("attend_split", 90, 512)["KEEP"])
 
     assert [keeps("3.6.0"), keeps("3.9.0"), keeps("")] == [True, False, False]
-    _table.cache_clear()
+    forget()
