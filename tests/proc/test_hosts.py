@@ -30,7 +30,9 @@ from tests.tiny_chat import write_chat_checkpoint
 
 __all__ = ["shell"]
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install 'splitserve[ray]'"
+)
 
 
 # ------------------------------------------------------------------ a crew, without Ray
