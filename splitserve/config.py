@@ -148,6 +148,7 @@ class ServerConfig:
     max_body_mb: float = _f(8.0, "largest request body", low=0.001)
     max_requests: int = _f(1024, "most requests at once", low=1)
     request_deadline_s: float = _f(600.0, "most time for one request", low=0.1)
+    slow_request_s: float = _f(30.0, "what takes longer is logged at info, as what breaks off is", low=0)
     log_level: str = _f("info", "debug, info, warning or error", one_of=("debug", "info", "warning", "error"))
 
 
@@ -166,6 +167,7 @@ class RouterConfig:
     max_body_mb: float = _f(8.0, "largest request body", low=0.001)
     max_requests: int = _f(1024, "most requests at once", low=1)
     request_deadline_s: float = _f(600.0, "most time for one request, over all stages", low=0.1)
+    slow_request_s: float = _f(30.0, "what takes longer is logged at info, as what breaks off is", low=0)
     head_timeout_s: float = _f(10.0, "most time for a request's head and body to arrive", low=0.1)
     idle_timeout_s: float = _f(75.0, "a kept-alive connection may idle this long", low=0.1)
     health_interval_s: float = _f(1.0, "time between health checks", low=0.05)

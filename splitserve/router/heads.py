@@ -40,6 +40,11 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+def request_id(headers: RawHeaders) -> bytes:
+    """The client's X-Request-Id; empty if it sent none."""
+    return next((value.strip() for name, value in headers if name.lower() == b"x-request-id"), b"")
+
+
 def forwarded_lines(headers: RawHeaders, *, but: frozenset[bytes] = frozenset()) -> bytes:
     """Header lines of a client's request that the engines should see. `but`: those that the router sends itself."""
     names = FORWARDED - but if but else FORWARDED

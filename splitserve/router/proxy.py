@@ -19,6 +19,7 @@ from splitserve.net.upstream import Lost, Origin, Pool
 
 from .dialects import dialect
 from .fleet import Fleet, Member
+from .heads import request_id
 from .leg import Leg
 from .metrics import Metrics
 from .policy import BLOCK, Chooser, Features, chain
@@ -29,6 +30,12 @@ GENERATING = frozenset(("/generate", "/v1/completions", "/v1/chat/completions"))
 """Paths that a pair answers together."""
 
 TICK_S = 0.1
+PREFIX = {"/generate": "", "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+"""How a drawn name begins: the engine makes it the answer's id."""
+
+USUAL = frozenset(("ok", "client_error", "rejected"))
+"""Outcomes that are no news: the answer itself says why, and metrics count them."""
+
 SILENCE_S = 5.0  # an engine that is unhealthy and gave no byte for so long has failed the request
 STRAGGLE_S = 10.0  # prefill may end its response so long after decode has ended the answer
 
@@ -56,6 +63,7 @@ class Proxy:
         self.loop = asyncio.get_running_loop()
         self.silence_s = SILENCE_S
         self._rng = rng or random.Random(random.SystemRandom().getrandbits(128))
+        self._log = log.RequestLog(_log, slow_s=config.slow_request_s, clock=now)
         self._relays: set[Relay] = set()
         self._pools: dict[Origin, Pool] = {}
         self._authorities: dict[Origin, bytes] = {}
@@ -85,7 +93,10 @@ class Proxy:
         wants_chain = self.chooser.wants_chain(self.fleet)
         try:
             prepared = prepare(
-                request.body, seed=self._rng.getrandbits(62) if has_seed else None, read_prompt=wants_chain
+                request.body,
+                seed=self._rng.getrandbits(62) if has_seed else None,
+                rid=self._namer(request),
+                read_prompt=wants_chain,
             )
         except SplitserveError:
             self.metrics.count("client_error")
@@ -96,11 +107,32 @@ class Proxy:
         self._relays.add(relay)
         relay.begin()
 
+    def _namer(self, request: Request) -> Callable[[], str] | None:
+        """What draws a name for `request`, as its answer's id would be; None where engines are not given one."""
+        if not self.dialect.adds_rid or request_id(request.raw_headers):
+            return None
+        prefix = PREFIX[request.path]
+        return lambda: f"{prefix}{self._rng.getrandbits(96):024x}"
+
     def finished(self, relay: Relay, outcome: str) -> None:
-        """Told by a relay, once."""
+        """Told by a relay, once, while its route still stands."""
         self._relays.discard(relay)
         self.metrics.count(outcome)
-        self.metrics.total_s.observe(self.now() - relay.started_at)
+        seconds = self.now() - relay.started_at
+        self.metrics.total_s.observe(seconds)
+        self._log.ended(
+            lambda: f"{self._described(relay)}: {outcome}, {seconds:.3f} s",
+            seconds=seconds,
+            usual=outcome in USUAL,
+        )
+
+    def _described(self, relay: Relay) -> str:
+        """Its name, path and engines, and what went wrong last."""
+        request = relay.request
+        name = relay.prepared.rid or request_id(request.raw_headers).decode("latin-1") or "without a name"
+        members = "+".join(m.id for m in self.fleet if relay.uses(m)) or "no engine"
+        wrong = f" (last failure: {relay.last_failure.error.message})" if relay.last_failure else ""
+        return f"request {name} ({request.path}, {members}){wrong}"
 
     def draw_room(self) -> int:
         """63 bits, never 0, with space for one room a choice above it."""

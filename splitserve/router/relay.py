@@ -66,16 +66,13 @@ class Relay:
         "_framed",
         "_kept",
         "_last",
-        "_last_failure",
         "_lines",
         "_num_kept",
         "_num_resumed",
         "_num_tries",
         "_opening",
         "_prefill",
-        "_prepared",
         "_proxy",
-        "_request",
         "_responder",
         "_route",
         "_sent_at",
@@ -83,6 +80,9 @@ class Relay:
         "_trail",
         "deadline",
         "heard_at",
+        "last_failure",
+        "prepared",
+        "request",
         "started_at",
     )
 
@@ -90,9 +90,9 @@ class Relay:
         self, proxy: Proxy, request: Request, responder: Responder, prepared: Prepared, features: Features
     ) -> None:
         self._proxy = proxy
-        self._request = request
+        self.request = request
         self._responder = responder
-        self._prepared = prepared
+        self.prepared = prepared
         self._features = features
         self._lines = forwarded_lines(request.raw_headers, but=proxy.dialect.own_lines)
         self._route: Route | None = None
@@ -103,7 +103,7 @@ class Relay:
         self._sent_at = 0.0
         self._avoid: set[str] = set()
         self._first_failure_at = 0.0
-        self._last_failure: Failure | None = None
+        self.last_failure: Failure | None = None
         self._timer: asyncio.TimerHandle | None = None  # of a grace or of the next try
         self._begun = False  # the current try has given bytes of its answer
         self._committed = False  # the client has some
@@ -130,7 +130,7 @@ class Relay:
         proxy = self._proxy
         self._sent_at = now = proxy.now()
         route = proxy.chooser.choose(self._features, proxy.fleet, now, avoid=self._avoid)
-        last = self._last_failure
+        last = self.last_failure
         if isinstance(route, Reject):
             if last is not None:
                 self._give_up(last)
@@ -152,7 +152,7 @@ class Relay:
         """What the engines' dialect begins with: both legs at once, or prefill alone."""
         proxy = self._proxy
         more = self._trail.field() if self._committed and self._trail is not None else b""
-        self._opening = proxy.dialect.opening(self._prepared, route, proxy.draw_room, more)
+        self._opening = proxy.dialect.opening(self.prepared, route, proxy.draw_room, more)
         self._answer = answer = Leg(route.answer, self, answers=True)
         if self._opening.to_prefill and route.prefill is not None:
             self._prefill = Leg(route.prefill, self, answers=False, keeps=self._opening.keeps)
@@ -162,7 +162,7 @@ class Relay:
 
     def _start(self, leg: Leg, body: bytes) -> None:
         lines = self._opening.lines + self._lines
-        before, after = request_parts(self._request.method, self._request.origin_form, lines, body)
+        before, after = request_parts(self.request.method, self.request.origin_form, lines, body)
         self._proxy.send(leg, before + self._proxy.authority(leg.member) + after)
 
     # -------------------------------------------------------------- told by legs
@@ -213,7 +213,7 @@ class Relay:
             self._prefill_failed(leg, failure.of_error_event(leg))
         elif leg is self._prefill and self._answer is not None and not self._opening.to_answer:
             self._sent_at = self._proxy.now()
-            self._start(self._answer, self._proxy.dialect.after_prefill(self._prepared, leg.body))
+            self._start(self._answer, self._proxy.dialect.after_prefill(self.prepared, leg.body))
         elif leg is self._answer and self._committed and not self._begun:
             self._failed(failure.of_loss(leg.member, "ended a stream without an event"))
         elif leg is self._answer or (
@@ -242,7 +242,7 @@ class Relay:
             self._failed(told)
             return
         self._proxy.fleet.failed(leg.member, self._proxy.now())
-        self._last_failure = told
+        self.last_failure = told
         self._timer = self._proxy.loop.call_later(self._proxy.config.prefill_grace_s, self._give_up, told)
 
     def _is_stale(self, lost: Lost) -> bool:
@@ -338,7 +338,7 @@ class Relay:
             self._resume(told)
             return
         self._first_failure_at = self._first_failure_at or now
-        self._last_failure = told
+        self.last_failure = told
         self._avoid.add(told.member.id)
         late = now - self._first_failure_at > RETRY_WINDOW_S
         if not told.may_retry or late or self._num_tries > self._proxy.config.retries:
@@ -360,7 +360,7 @@ class Relay:
             self._break_off(told.error, told.event)
             return
         self._trail.broken()
-        self._last_failure = told
+        self.last_failure = told
         self._avoid.add(told.member.id)
         self._abandon()
         self._later(RESUME_EVERY_S if looks_again else 0.0)
@@ -443,7 +443,7 @@ class Relay:
         self._num_kept = 0
 
     def _finish(self, outcome: str, *, stop: bool | None = None) -> None:
+        self._proxy.finished(self, outcome)
         self._abandon(stop=outcome != "ok" if stop is None else stop)
         self._responder.on_left = None
         self._responder.watch_writable(None)
-        self._proxy.finished(self, outcome)

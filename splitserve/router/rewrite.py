@@ -1,10 +1,10 @@
 """What the router reads of a request body and what it puts into it. Pure; bytes in, bytes out.
 
-The body is checked once (it must be a JSON object) and never encoded again: seed and rendezvous are appended before
-its closing brace, so every number, escape and unknown field reaches the engines as the client wrote it.
+The body is checked once (it must be a JSON object) and never encoded again: name, seed and rendezvous are appended
+before its closing brace, so every number, escape and unknown field reaches the engines as the client wrote it.
 
     {"model": ..., "stream": true}
-    {"model": ..., "stream": true,"seed":7,"bootstrap_host":"127.0.0.1","bootstrap_port":8998,"bootstrap_room":42}
+    {"model": ..., "stream": true,"rid":"cmpl-1f","seed":7,"bootstrap_host":"127.0.0.1","bootstrap_port":8998,...}
 
 Both legs of a pair get this very body. A batch (n > 1, lists of prompts) has one room; its choices use room + i, so a
 drawn room leaves space above it.
@@ -12,6 +12,7 @@ drawn room leaves space above it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ class Asked(msgspec.Struct):
 
     stream: Any = None
     seed: Any = msgspec.UNSET
+    rid: Any = None
+    request_id: Any = None
     prompt: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     text: msgspec.Raw = _NONE
@@ -70,6 +73,7 @@ class Prepared(msgspec.Struct, frozen=True):
     stream: bool
     wants_input_logprobs: bool
     prompt_text: bytes
+    rid: str = ""  # what the engines' logs call the request, as far as it is known here
 
     def plain(self, more: bytes = b"") -> bytes:
         """For an engine that does both halves. `more`: fields to add, with a comma behind each."""
@@ -82,8 +86,10 @@ class Prepared(msgspec.Struct, frozen=True):
         return b'%s%s"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d}' % parts
 
 
-def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prepared:
-    """Check a body and open it. `seed` goes in where the client gave none; None: never.
+def prepare(
+    body: bytes, *, seed: int | None, rid: Callable[[], str] | None = None, read_prompt: bool = False
+) -> Prepared:
+    """Check a body and open it. `seed`, and a drawn `rid`, go in where the client gave none; None: never.
 
     RequestError for what is no JSON object.
     """
@@ -102,11 +108,16 @@ def prepare(body: bytes, *, seed: int | None, read_prompt: bool = False) -> Prep
     more = b"" if opened.endswith(b"{") else b","
     if seed is not None and (asked.seed is msgspec.UNSET or asked.seed is None):
         more += b'"seed":%d,' % seed
+    name = asked.rid or asked.request_id
+    if rid is not None and not name:
+        name = rid()
+        more += b'"rid":%s,' % _encode(name)
     return Prepared(
         opened + more,
         stream=asked.stream is True,
         wants_input_logprobs=asked.return_logprob is True and asked.stream is not True,
         prompt_text=asked.prompt_text if read_prompt else b"",
+        rid=name if isinstance(name, str) else "",
     )
 
 

@@ -38,6 +38,7 @@ class Generation:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._failures = FailureLog()
+        self._log = log.RequestLog(_log, slow_s=service.settings.slow_s, clock=service.clock)
 
     async def chat(self, request: Request, responder: Responder) -> None:
         """OpenAI's chat completions."""
@@ -92,8 +93,14 @@ class Generation:
             run.close()
             service.runs.discard(run)
             service.metrics.ended(job.endpoint, status, seconds=run.age_s)
-            _log.debug(
-                "%s %s: %s, %d tokens, %.3f s", job.endpoint, job.rids[0], status, run.num_output, run.age_s
+            seconds, aborted = run.age_s, run.aborted
+            self._log.ended(
+                lambda: (
+                    f"request {job.rids[0]} ({job.endpoint}{job.half and ', ' + job.half}): {status}"
+                    f"{', aborted' if aborted else ''}, {run.num_output} tokens of output, {seconds:.3f} s"
+                ),
+                seconds=seconds,
+                usual=status == "200" and not aborted,
             )
 
 

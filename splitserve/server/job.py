@@ -129,6 +129,11 @@ class Run:
         return not self._open
 
     @property
+    def aborted(self) -> bool:
+        """Whether a choice was ended from outside."""
+        return any(c.ending is not None and c.ending.reason is FinishReason.ABORT for c in self.choices)
+
+    @property
     def all_begun(self) -> bool:
         """Whether every choice has a token."""
         return all(self._last)

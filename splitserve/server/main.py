@@ -196,6 +196,7 @@ class ServerProcess:
         return Settings(
             max_requests=self._server.max_requests,
             deadline_s=self._server.request_deadline_s,
+            slow_s=self._server.slow_request_s,
             allow_faults=self._engine.allow_faults,
             about=about,
         )

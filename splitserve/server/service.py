@@ -22,6 +22,7 @@ class Settings:
 
     max_requests: int
     deadline_s: float
+    slow_s: float = 30.0  # a request that takes longer gets a line in the log
     allow_faults: bool = False
     about: dict[str, Any] = field(default_factory=dict)  # what /server_info says besides the engine's facts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -120,6 +121,52 @@ def test_both_legs_get_the_same_bytes_and_decode_answers() -> None:
             assert b.outcome("ok") == 1
 
     go(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "headers", "want"),
+    [
+        ("/v1/completions", {}, "", "cmpl-[0-9a-f]{24}"),
+        ("/v1/chat/completions", {"rid": None}, "", "chatcmpl-[0-9a-f]{24}"),
+        ("/generate", {}, "", "[0-9a-f]{24}"),
+        ("/v1/completions", {"rid": "mine"}, "", "mine"),
+        ("/v1/completions", {"request_id": "mine"}, "", None),
+        ("/v1/completions", {}, "x-request-id: mine\r\n", None),
+    ],
+)
+def test_both_halves_know_a_request_by_one_name(path, more, headers, want) -> None:
+    async def run() -> None:
+        async with bench(whole(200, {}), completes()) as b:
+            await b.ask({**PLAIN, **more}, path, headers)
+            (one,), (other,) = b.prefills[0].seen, b.decodes[0].seen
+            assert one.raw == other.raw
+            assert re.fullmatch(want, one.body["rid"]) if want else "rid" not in one.body
+
+    go(run())
+
+
+def test_requests_that_break_off_are_logged_with_their_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with bench(whole(200, {}), [completes()]) as b:
+            for rid, behaviour in (("good", completes()), ("bad", dies()), ("early", silent())):
+                b.decodes[0].behaves = behaviour
+                if rid == "early":
+                    wire = await Wire.open(b.port)
+                    raw = json.dumps({**PLAIN, "rid": rid}).encode()
+                    await wire.send(request("POST", "/v1/completions", raw))
+                    await until(lambda: b.decodes[0].seen[-1].body["rid"] == "early")
+                    wire.abort()
+                    await until(lambda: b.outcome("client_left") == 1)
+                else:
+                    await b.ask({**PLAIN, "rid": rid})
+
+    with caplog.at_level("INFO", logger="splitserve.router.proxy"):
+        go(run())
+    lines = [line for line in caplog.messages if line.startswith("request ")]
+    assert [line.split()[1] for line in lines] == ["bad", "early"], lines
+    assert "(/v1/completions, prefill-0+decode-0)" in lines[1]
+    assert ": lost," in lines[0]
+    assert "last failure: decode-0 at http" in lines[0]
 
 
 def test_the_legs_leave_at_once() -> None:

@@ -559,6 +559,28 @@ def test_too_many_requests_are_turned_away_with_retry_after(bench):
     bench(lambda _: [], body, max_requests=2)
 
 
+def test_requests_that_do_not_end_by_themselves_are_logged_under_the_id_of_their_answer(bench, caplog):
+    async def body(b: Bench) -> None:
+        ids = [(await b.json("POST", "/v1/completions", {"prompt": "x"}))["id"]]
+        b.engine.gate.clear()
+        one = asyncio.create_task(b.json("POST", "/v1/completions", {"prompt": "x", "rid": "one"}))
+        await b.until(lambda: len(b.engine.generates) == 2)
+        await b.json("POST", "/abort_request", {"rid": "one"})
+        ids.append((await one)["id"])
+        _, writer = await b.send("POST", "/v1/completions", {"prompt": "x"}, "x-request-id: two\r\n")
+        await b.until(lambda: len(b.engine.generates) == 3)
+        writer.transport.abort()
+        await b.quiet()
+        assert [(r.levelname, r.getMessage().rpartition(",")[0]) for r in caplog.records] == [
+            ("DEBUG", f"request {ids[0]} (completions): 200, 5 tokens of output"),
+            ("INFO", f"request {ids[1]} (completions): 200, aborted, 0 tokens of output"),
+            ("INFO", "request two (completions): client_left, 0 tokens of output"),
+        ]
+
+    with caplog.at_level("DEBUG", logger="splitserve.server.generation"):
+        bench(say("fine"), body)
+
+
 def test_abort_by_rid_ends_only_that_request(bench):
     async def body(b: Bench) -> None:
         b.engine.gate.clear()

@@ -36,6 +36,7 @@ class Dialect(Protocol):
     paths: frozenset[str]  # of proxy.GENERATING, those that its engines serve
     probe: tuple[str, bytes]  # path and body of a request for one token
     adds_seed: bool  # a request without a seed gets one
+    adds_rid: bool  # a request without a name gets one, which both halves' logs and the answer have
     decode_recovers: bool  # decode may compute the prompt itself when prefill is lost before its first byte
     has_rendezvous: bool  # a prefill engine has a bootstrap port
     own_lines: frozenset[bytes]  # headers of the client that it replaces by its own

@@ -33,6 +33,7 @@ class Ours:
     paths = frozenset(("/generate", "/v1/completions", "/v1/chat/completions"))
     probe = ("/generate", GENERATE)
     adds_seed = True
+    adds_rid = True
     decode_recovers = True
     has_rendezvous = True
     own_lines: frozenset[bytes] = frozenset()

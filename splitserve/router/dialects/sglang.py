@@ -61,6 +61,7 @@ class Sglang:
     paths = Ours.paths
     probe = ("/generate", GENERATE)
     adds_seed = False  # its requests are seeded on demand, and slower then
+    adds_rid = False  # refuses a name that a lost try may still hold
     decode_recovers = False
     has_rendezvous = True
     own_lines: frozenset[bytes] = frozenset()

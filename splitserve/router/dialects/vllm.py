@@ -60,6 +60,7 @@ class Vllm:
     paths = frozenset(("/v1/completions", "/v1/chat/completions"))
     probe = ("/v1/completions", b'{"prompt":"Hello","max_tokens":1,"temperature":0}')
     adds_seed = False  # a seeded request takes a slower way through its sampler
+    adds_rid = False  # has no such field
     decode_recovers = False
     has_rendezvous = False
     own_lines = frozenset((b"x-request-id",))
