@@ -2,15 +2,18 @@
 
     python -m benchmarks.serve.peer_transformers DIR [--concurrency 1,4,8] [--repeats 3]
 
-It serves nobody: a batch starts together and ends together, and no HTTP is in it. TTFT is the time of one token.
+It serves nobody: a batch starts together and ends together, and no HTTP is in it. TTFT is the time of one token. With
+--json the last line holds medians for peers.py, and nothing is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,6 +36,14 @@ def seconds(model: PreTrainedModel, prompts: torch.Tensor, num_new: int) -> floa
     return time.perf_counter() - begun
 
 
+def medians(result: dict[str, Any]) -> dict[str, Any]:
+    """{"1": {"output_tok_s": ...}, ..., "start_s": ...}"""
+    return {
+        name: {k: s["median"] for k, s in found.items()} if isinstance(found, dict) else found
+        for name, found in result.items()
+    }
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("directory", type=Path)
@@ -40,12 +51,13 @@ def main() -> int:
     p.add_argument("--input-len", type=int, default=256)
     p.add_argument("--output-len", type=int, default=64)
     p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--json", action="store_true")
     args = p.parse_args()
     begun = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(args.directory, dtype=torch.float32).eval()
     prompts = torch.randint(100, 40000, (max(args.concurrency), args.input_len))
     seconds(model, prompts[:1], 1)
-    result: dict[str, object] = {"start_s": time.perf_counter() - begun}
+    result: dict[str, Any] = {"start_s": time.perf_counter() - begun}
     for count in args.concurrency:
         rates, firsts, per_token = [], [], []
         for _ in range(args.repeats):
@@ -60,7 +72,7 @@ def main() -> int:
             "tpot_ms": spread(per_token),
         }
         print(count, result[str(count)], flush=True)
-    print(f"kept in {keep('peer_transformers', result)}")
+    print(json.dumps(medians(result)) if args.json else f"kept in {keep('peer_transformers', result)}")
     return 0
 
 

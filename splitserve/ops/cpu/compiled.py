@@ -1,7 +1,8 @@
 """How the loops of this package are compiled: by numba, for this machine, machine code kept on disk.
 
 numba notices when the file of a function changes, but not when a file changes whose functions that one calls. So the
-code is kept in a directory named after the contents of the whole package.
+code is kept in a directory named after the contents of the whole package. Those of other contents are removed once they
+are not among the newest few and nobody has started with them for an hour.
 
 A function's machine code holds that of all that it calls, and each is optimised anew: so one that has a single caller
 says inline="always", and loops are called by address where they can be (atomics.py).
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,11 @@ import numba
 
 ANY_ORDER = {"reassoc", "nsz", "contract"}
 """fastmath of loops whose sums may be reordered. Such a loop is compiled once: the order is the row length's alone."""
+
+
+_PREFIX = "splitserve-"
+_KEPT = 4  # directories of code, the one in use among them
+_UNUSED_S = 3600.0  # a process that starts meanwhile has found its own by then, or compiled it
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -63,7 +71,7 @@ def _directory(chosen: str) -> str:
     contents = hashlib.sha256()
     for file in sorted(here.rglob("*.py")):
         contents.update(file.read_bytes())
-    name = f"splitserve-{contents.hexdigest()[:16]}"
+    name = f"{_PREFIX}{contents.hexdigest()[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for parent in (Path(chosen),) if chosen else (here / "__pycache__", user / "splitserve"):
         try:
@@ -71,5 +79,26 @@ def _directory(chosen: str) -> str:
         except OSError:
             continue
         if os.access(parent / name, os.W_OK):
+            prune(parent, name)
             return str(parent / name)
     return ""
+
+
+def prune(parent: Path, own: str) -> None:
+    """Remove code that nobody uses any more from `parent`, and mark `own` as used.
+
+    Processes may do this at the same time: a directory is renamed before it is emptied, which succeeds for one of them,
+    and what cannot be removed stays.
+    """
+    used = {}
+    with suppress(OSError):
+        os.utime(parent / own)
+        for place in parent.glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # another process was faster
+                used[place] = place.stat().st_mtime
+    for place in sorted(used, key=used.__getitem__, reverse=True)[_KEPT:]:
+        if time.time() - used[place] > _UNUSED_S and place.name != own:
+            with suppress(OSError):
+                place.rename(parent / f".{place.name}-{os.getpid()}")
+    for place in parent.glob(f".{_PREFIX}*"):
+        shutil.rmtree(place, ignore_errors=True)
