@@ -15,6 +15,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= $(shell nproc)
 
+# Packages are installed uncompiled, and containers like to set this: then every engine would compile torch as it starts.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow kernels bench-cpu bench-router engines-vllm engines-sglang lint format clean venv venv-demo
 
 demo: venv-demo
