@@ -293,7 +293,7 @@ def table(result: dict[str, Any], concurrency: Sequence[int]) -> Table:
     """Medians; tok/s (lowest and highest), TTFT and TPOT in milliseconds of each arm at each concurrency."""
     found = Table(title="output tok/s (lowest-highest), TTFT ms, TPOT ms: medians", title_justify="left")
     for name in ("", "start s", *(f"c={c}" for c in concurrency)):
-        found.add_column(name, justify="right" if name else "left", no_wrap=True)
+        found.add_column(name, justify="right" if name else "left", overflow="fold")
     for arm, values in result.items():
         cells = [cell(values[str(c)]) for c in concurrency]
         found.add_row(arm, f"{values['start_s']['median']:.1f}", *cells)

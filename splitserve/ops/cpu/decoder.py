@@ -21,7 +21,7 @@ from . import elementwise
 from .compiled import compiled
 from .dense import matrix
 from .llvm import LANES
-from .pieces import ATTEND, GATED, NORM, PLACE, PRODUCT
+from .pieces import ATTEND, GATED, NORM, PLACE, PRODUCT, pieces_of
 from .shared import LEAST, PIECES, ROWS, attend_parts, borrow, product_step, share, step_of
 from .vector import integers_at
 
@@ -190,9 +190,9 @@ def ffn_half(crew, step, layer):
     p, w = integers_at(step), integers_at(layer)
     m, inner, k = p[TOKENS], w[DOWN + INPUTS], w[GATE_UP + INPUTS]
     _norm(crew, step, w[FFN_NORM], k)
-    rows = product_step(m, inner, integers_at(crew)[2])
+    pieces = product_step(m, inner, integers_at(crew)[2])
     share(
-        crew, GATED, (inner + rows - 1) // rows, rows,
+        crew, GATED, pieces_of(inner, pieces), pieces,
         (w[GATE_UP + FORM], p[NORMED], k, m, w[GATE_UP + WEIGHT], w[GATE_UP + W_BYTES], inner, k, p[WIDE], inner,
          w[GATE_UP + SCALES], w[GATE_UP + SCALE_BYTES]),
     )  # fmt: skip
@@ -213,8 +213,8 @@ def _norm(crew, step, weight, hidden):
 def _linear(crew, x, m, matrix, out):
     w = integers_at(matrix)
     n, k = w[OUTPUTS], w[INPUTS]
-    rows = product_step(m, n, integers_at(crew)[2]) if m * n * k >= LEAST else n
+    pieces = product_step(m, n, integers_at(crew)[2]) if m * n * k >= LEAST else n
     args = (w[FORM], x, k, m, w[WEIGHT], w[W_BYTES], n, k, out, n, w[SCALES], w[SCALE_BYTES])
-    share(crew, PRODUCT, (n + rows - 1) // rows, rows, args)
+    share(crew, PRODUCT, pieces_of(n, pieces), pieces, args)
     if w[BIAS] != 0:
         elementwise.add_rows(out, m, n, w[BIAS])

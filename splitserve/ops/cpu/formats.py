@@ -20,11 +20,15 @@ SCALES_BYTES = 8
 
 @dataclass(frozen=True)
 class Format:
-    """`read(builder, numbers, scales)`: the `step` numbers at one address, eight at a time; `scales`: their group's."""
+    """`read(builder, numbers, scales)`: the `step` numbers at one address, eight at a time; `scales`: their group's.
+
+    `scaled`: there are such.
+    """
 
     number_bytes: int
     step: int
     read: Callable[[Builder, Any, Any], Iterator[Any]]
+    scaled: bool = False
 
 
 def _read_f32(b: Builder, at: Any, _: Any) -> Iterator[Any]:
@@ -52,7 +56,7 @@ FORMATS = (
     Format(4, LANES, _read_f32),
     Format(2, LANES, _read_f16),
     Format(2, LANES, _read_bf16),
-    Format(1, GROUP, _read_coded),
+    Format(1, GROUP, _read_coded, scaled=True),
 )
 F32_ROWS, F16_ROWS, BF16_ROWS, CODED = range(len(FORMATS))
 """Indices into FORMATS, by which compiled loops know them."""

@@ -25,7 +25,7 @@ def address() -> int:
 
 
 def do(kind, step, total, piece, a):
-    """Piece number `piece` of `total`, of `step` rows each, of the loop whose words are at `a`."""
+    """Piece number `piece` of `total`, of `step` rows (products: step_from), of the loop whose words are at `a`."""
     if kind == PRODUCT:
         _product(a, step, piece)
     elif kind == GATED:
@@ -48,13 +48,37 @@ def _swiglu(a, step, piece):
     elementwise.swiglu(gate_up + 8 * n * first, rows, n, out + 4 * out_stride * first, out_stride)
 
 
+_BITS = 24  # of rows
+
+
+@compiled()
+def step_from(count, large, small):
+    """Pieces of a product as one word: `count` of `large` rows each, then some of `small` rows."""
+    return (count << 2 * _BITS | large << _BITS | small) if large else small
+
+
+@compiled()
+def pieces_of(n, step):
+    """Number of pieces that n rows are."""
+    count, large, small = step >> 2 * _BITS, step >> _BITS & (1 << _BITS) - 1, step & (1 << _BITS) - 1
+    return count + (n - count * large + small - 1) // small
+
+
+@compiled()
+def first_row(step, piece):
+    """Where a piece begins, which is where the one before it ends."""
+    count, large, small = step >> 2 * _BITS, step >> _BITS & (1 << _BITS) - 1, step & (1 << _BITS) - 1
+    return min(piece, count) * large + max(piece - count, 0) * small
+
+
 @compiled(inline="always")
 def _product(a, step, piece):
     w_bytes, n, scale_bytes = get(a, 5), get(a, 6), get(a, 11)
-    first = piece * step
+    first = first_row(step, piece)
+    rows = min(first_row(step, piece + 1), n) - first
     products.product(
         get(a, 0), get(a, 1), get(a, 2), get(a, 3),
-        get(a, 4) + first * w_bytes, w_bytes, min(step, n - first), get(a, 7),
+        get(a, 4) + first * w_bytes, w_bytes, rows, get(a, 7),
         get(a, 8) + 4 * first, get(a, 9), get(a, 10) + first * scale_bytes, scale_bytes,
     )  # fmt: skip
 
@@ -62,10 +86,11 @@ def _product(a, step, piece):
 @compiled(inline="always")
 def _gated(a, step, piece):
     w_bytes, n, scale_bytes = get(a, 5), get(a, 6), get(a, 11)
-    first = piece * step
+    first = first_row(step, piece)
+    rows = min(first_row(step, piece + 1), n) - first
     products.gated(
         get(a, 0), get(a, 1), get(a, 2), get(a, 3),
-        get(a, 4) + first * w_bytes, w_bytes, n, min(step, n - first), get(a, 7),
+        get(a, 4) + first * w_bytes, w_bytes, n, rows, get(a, 7),
         get(a, 8) + 4 * first, get(a, 9), get(a, 10) + first * scale_bytes, scale_bytes,
     )  # fmt: skip
 

@@ -30,6 +30,9 @@ LEAST = 1 << 17
 
 PIECES = 4  # for each thread: fewer leave more waiting at the end, more cost more counting
 MANY_PIECES = 16  # ... where a piece of one unit takes long enough, as in products of many rows
+_AT_FIRST = (
+    7  # eighths of a thread's share of a product with few rows are one piece: a long stream from memory
+)
 MOST_PARTS = 16  # of one attention: each has scores of its own
 ROWS = 8  # of an elementwise loop that are one piece at least
 _LOOK_OUT = (
@@ -134,10 +137,12 @@ def step_of(count, helpers, unit, pieces):
 
 @compiled()
 def product_step(m, n, helpers):
-    """Rows of weights of a piece of a product with m rows of inputs."""
+    """How n rows of weights of a product with m rows of inputs are cut into pieces, for pieces.first_row."""
     if m >= products.MANY:
         return step_of(n, helpers, products.COLUMNS, MANY_PIECES)
-    return step_of(n, helpers, products.PANEL, PIECES)
+    threads = helpers + 1
+    large = n * _AT_FIRST // 8 // threads // products.PANEL * products.PANEL
+    return pieces.step_from(threads, large, step_of(n - threads * large, helpers, products.PANEL, 1))
 
 
 @compiled()
@@ -230,7 +235,7 @@ def product(*args: int) -> None:
     m, n, k = args[3], args[6], args[7]
     crew = borrow()
     step = product_step(m, n, crew.helpers) if m * n * k >= LEAST else n
-    _run(crew, PRODUCT, -(-n // step), step, args)
+    _run(crew, PRODUCT, pieces.pieces_of(n, step), step, args)
 
 
 def swiglu(gate_up: int, m: int, n: int, out: int) -> None:

@@ -71,12 +71,15 @@ def _dot(b: Builder, form: Format, *, shape: tuple[int, int, int], args: list[An
     rows = [b.add(w, b.mul(w_bytes, I64(r))) for r in range(R)]
     scale_rows = [b.add(scales, b.mul(scale_bytes, I64(r))) for r in range(R)]
     further = b.add(w, b.mul(w_bytes, I64(R * ahead)))
+    further_scales = b.add(scales, b.mul(scale_bytes, I64(2 * R * ahead)))
 
     def turn(at: Any, sums: list[Any]) -> list[Any]:
         passed = b.mul(at, I64(form.number_bytes))
         if ahead:
             prefetch(b, b.add(further, b.mul(passed, I64(R))), R * form.step * form.number_bytes)
         group = b.mul(b.sdiv(at, I64(form.step)), I64(SCALES_BYTES))
+        if ahead and form.scaled:
+            prefetch(b, b.add(further_scales, b.mul(group, I64(R))), R * SCALES_BYTES)
         weights = [
             form.read(b, b.add(row, passed), b.add(its, group))
             for row, its in zip(rows, scale_rows, strict=True)
