@@ -28,6 +28,9 @@ class SoloGroup:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002 - a Group joins along it
         return x
 
+    def mailbox(self, x: torch.Tensor) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -73,6 +76,10 @@ class TorchGroup:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._wait("all_gather", self._group.allgather([parts], [x.contiguous()]))
         return torch.cat(parts, dim)
+
+    def mailbox(self, x: torch.Tensor) -> None:  # noqa: ARG002 - dist/peers.py looks at it
+        """No kernel reaches the other ranks by itself."""
+        return None
 
     def tell(self, what: str, word: str) -> list[str]:
         """What every rank says about `what`, in rank order; once for each `what`. Goes by the store."""

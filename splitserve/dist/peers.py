@@ -10,15 +10,17 @@ Each rank adds in rank order, so all hold the same bits. The buffers are torch's
 access over PCIe), without multicast, which not every box has. One kernel does it all, and a CUDA graph may hold it.
 
 Above some size NCCL is faster, since here every rank reads everything: `choose` measures where, once, at the start.
+Short sums that another kernel could make by the way get a `Mailbox` instead: memory of every rank that such a kernel
+writes its part into (ops/triton/exchange.py), and no kernel of ours runs at all.
 Ranks that share a GPU, as tests on one GPU do, cannot have NCCL at all: there everything goes this way, piece by piece.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -33,10 +35,28 @@ _log = log.get(__name__)
 BUFFER = 4 << 20
 """Bytes that each rank shares; longer sums go in pieces of it where there is nothing else."""
 
+MAIL = 1 << 19
+"""Numbers of the longest sum that a mailbox takes: 64 rows of 8,192, in 4 MiB for each rank's part."""
+
+PROGRAMS = 4096
+"""Programs of a kernel that may use a mailbox, each its own places in it."""
+
 SIZES = tuple(1 << k for k in range(13, 23))
 """Bytes of the sums that are timed, 8 KiB to 4 MiB."""
 
 _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel adds up
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Memory on each rank that all can write to, in two halves of a place for every rank's part."""
+
+    rank: int
+    size: int
+    half: int  # pairs of bf16 numbers in the longest sum
+    addresses: torch.Tensor  # [size] int64: where each rank's mailbox lies for this one
+    turns: torch.Tensor  # [PROGRAMS] int32
+    memory: torch.Tensor  # this rank's own, kept alive
 
 
 class Peers:
@@ -60,6 +80,18 @@ class Peers:
         c10d._register_process_group(self._name, self._known)
         raw = symmetric.empty(nbytes // 4, dtype=torch.float32, device=device)
         self._memory: Any = symmetric.rendezvous(raw, self._name)
+        box = symmetric.empty(2 * group.size * MAIL // 2, dtype=torch.int64, device=device).zero_()
+        known = symmetric.rendezvous(box, self._name)
+        self.mailbox = Mailbox(
+            group.rank,
+            group.size,
+            MAIL // 2,
+            torch.tensor(known.buffer_ptrs, dtype=torch.int64, device=device),
+            torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+            box,
+        )
+        torch.cuda.synchronize(device)
+        group.tell("mailbox", "empty")  # nobody writes into one that its owner has yet to clear
         self._nbytes = nbytes
         self._buffers = {dtype: raw.view(dtype) for dtype in _DTYPES}
 
@@ -100,6 +132,7 @@ class PeerGroup:
         self._peers = peers
         self._upto = upto
         self._shared = shared
+        self._width = 0  # of the rows that the mailbox is for: its places are told apart by it
 
     @property
     def how(self) -> str:
@@ -117,6 +150,18 @@ class PeerGroup:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Parts of equal shape joined along `dim` in rank order."""
         return (self._peers if self._shared else self._plain).all_gather(x, dim)
+
+    def mailbox(self, x: torch.Tensor) -> Mailbox | None:
+        """For a kernel that sums rows like `x`, [T, width] bf16, by itself; always of one width. None: all_reduce."""
+        if (
+            not (self._upto or self._shared)
+            or x.dtype != torch.bfloat16
+            or x.numel() > MAIL
+            or x.shape[1] % 2
+        ):
+            return None
+        self._width = self._width or x.shape[1]
+        return self._peers.mailbox if self._width == x.shape[1] else None
 
     def close(self) -> None:
         """Leave the group; the others' next collective fails. Idempotent."""
@@ -184,7 +229,7 @@ def choose(
 
 
 def _time(reduce: Reduce, x: torch.Tensor, *, calls: int = 16, repeats: int = 5) -> float:
-    """Microseconds of one call inside a CUDA graph, as decoding makes it: the median of `repeats`."""
+    """Microseconds of one call inside a CUDA graph, as decoding makes it: the best of `repeats`, since disturbances only add."""
     stream = torch.cuda.Stream(x.device)
     with torch.cuda.stream(stream):
         reduce(x)
@@ -201,7 +246,7 @@ def _time(reduce: Reduce, x: torch.Tensor, *, calls: int = 16, repeats: int = 5)
             ended.record(stream)
             ended.synchronize()
             found.append(1e3 * begun.elapsed_time(ended) / calls)
-    return statistics.median(found[1:])
+    return min(found[1:])
 
 
 def _no_access(device: torch.device, size: int) -> str:

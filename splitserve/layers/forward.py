@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,10 @@ class Group(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    def mailbox(self, x: torch.Tensor) -> Any:
+        """What a kernel can sum rows like `x` with by itself (ops/triton/exchange.py); None: by all_reduce only."""
+        ...
 
 
 class States(Protocol):

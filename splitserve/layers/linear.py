@@ -35,7 +35,11 @@ class RowLinear:
     ops: ModuleType = ref
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.tp.all_reduce(self.ops.linear(x, self.weight))
+        return self.added(self.ops.linear(x, self.weight))
+
+    def added(self, y: torch.Tensor) -> torch.Tensor:
+        """What a rank's own product [num_tokens, out] becomes."""
+        y = self.tp.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
 

@@ -47,7 +47,7 @@ class Layer:
     hc_ffn: HyperConnection
     ffn: Experts
 
-    def __call__(self, streams: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor:
+    def __call__(self, streams: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
         streams = self.hc_attn(streams, lambda x: self.attn(x, fwd, plan))
         return self.hc_ffn(streams, lambda x: self.ffn(x, fwd.tokens))
 
@@ -173,11 +173,22 @@ class DeepseekV4:
             return after.new_empty((0, self.cfg.vocab), dtype=torch.float32)
         return self._logits(self._mtp.head(after[fwd.logit_rows]))
 
-    def _plan(self, fwd: Forward, ratios: Sequence[int]) -> StepPlan:
+    def _plan(self, fwd: Forward, ratios: Sequence[int]) -> Callable[[], StepPlan]:
+        """Made next to the embedding; the first layer that asks waits for it."""
         cfg = self.cfg
-        return plan_step(
-            fwd, sorted(set(ratios)), window=cfg.window_len, index_topk=cfg.index_topk, rope=self._rope
-        )
+
+        def plan() -> StepPlan:
+            return plan_step(
+                fwd,
+                sorted(set(ratios)),
+                window=cfg.window_len,
+                index_topk=cfg.index_topk,
+                rope=self._rope,
+                kernels=self.ops,
+            )
+
+        made: Callable[[], StepPlan] = self.ops.beside(len(fwd.tokens), plan, lane=1)
+        return made
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] float32 on every rank, with float32 sums."""
@@ -219,6 +230,7 @@ class DeepseekV4:
             iters=cfg.sinkhorn_iters,
             hc_eps=cfg.hc_eps,
             eps=cfg.eps,
+            tp=self.tp,
             ops=self.ops,
         )
 
@@ -257,7 +269,6 @@ class DeepseekV4:
             rope_dim=cfg.rope_dim,
             eps=cfg.eps,
             layer=layer,
-            tp=self.tp,
             ops=self.ops,
         )
 
@@ -286,7 +297,6 @@ class DeepseekV4:
             count=cfg.num_experts_per_token,
             route_scale=cfg.route_scale,
             limit=cfg.swiglu_limit,
-            tp=self.tp,
             ops=self.ops,
         )
 

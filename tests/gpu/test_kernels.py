@@ -257,7 +257,7 @@ def test_hyper_connections(tokens: int) -> None:
     )
     want = ref4.hc_post(y.float(), streams.float(), post, comb)
     check(lambda: v4.hc_enter(streams, fn, base, scale, **how), x, BF16, lambda r: r[0])
-    check(lambda: v4.hc_enter(streams, fn, base, scale, **how)[1](y), want, BF16)
+    check(lambda: v4.hc_enter(streams, fn, base, scale, **how)[1](y, None), want, BF16)
     how.pop("iters")
     want = ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)
     check(lambda: v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how), want, BF16)

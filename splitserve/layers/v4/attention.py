@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from splitserve.layers.forward import Forward, Group
+from splitserve.layers.forward import Forward
 
 from . import kernels
 from .compressor import Compressor
@@ -36,25 +37,34 @@ class Attention:
     rope_dim: int
     eps: float
     layer: int
-    tp: Group
     ops: Any = kernels
 
-    def __call__(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, x: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]: this rank's part of the sum."""
         ops, tokens, lora = self.ops, x.shape[0], self.q_norm.shape[0]
-        table, heads, d = plan.tables[self.ratio], self.sink.shape[0], self.kv_norm.shape[0]
+        heads, d = self.sink.shape[0], self.kv_norm.shape[0]
         rows = ops.beside(tokens, lambda: self._compress(x, fwd, plan))
         both = ops.linear(x, self.qkv_a)
         q_latent, kv = ops.rms_norm(both[:, :lora], self.q_norm, self.eps), both[:, lora:]
 
-        far = ops.beside(tokens, lambda: self._chosen(rows(), q_latent, table, fwd, plan))
+        rating = ops.beside(tokens, lambda: self._rating(q_latent, plan), lane=1)
+        far = ops.beside(tokens, lambda: self._chosen(rows(), rating(), fwd, plan))
         q = ops.linear(q_latent, self.q_b).view(tokens, heads, d)
+        table = plan().tables[self.ratio]
         q = ops.rms_norm_rotate(q, None, self.eps, table)
         kv = ops.rms_norm_rotate(kv.unsqueeze(1), self.kv_norm, self.eps, table).squeeze(1)
-        near = self._window(kv, fwd, plan.near)
+        near = self._window(kv, fwd, plan().near)
         out = ops.attend(q, near, far(), self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
         mixed = ops.grouped_linear(out.reshape(tokens, self.groups, -1), self.out_a)
-        return self.tp.all_reduce(ops.linear(mixed, self.out_b))
+        part: torch.Tensor = ops.linear(mixed, self.out_b)
+        return part
+
+    def _rating(self, q_latent: torch.Tensor, plan: Callable[[], StepPlan]) -> torch.Tensor | None:
+        """What entries are rated with, where they are."""
+        if self.indexer is None:
+            return None
+        step = plan()
+        return self.indexer.query(q_latent, step.tables[self.ratio], step.compression()[self.ratio])
 
     def _window(self, kv: torch.Tensor, fwd: Forward, near: Near) -> kernels.Rows:
         """Keep the new latents; what the tokens read of the window."""
@@ -70,11 +80,11 @@ class Attention:
         ops.write_rows(ring, rows.index_select(0, save.token), save.slot, save.row)
         return kernels.Rows(both.unsqueeze(0), near.index)
 
-    def _compress(self, x: torch.Tensor, fwd: Forward, plan: StepPlan) -> torch.Tensor | None:
+    def _compress(self, x: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor | None:
         """Complete and keep this step's entries. The rest of the rows is the indexer's: how much each head counts."""
         if self.compressor is None or self.rows is None:
             return None
-        compression = plan.compression[self.ratio]
+        compression = plan().compression()[self.ratio]
         rows = self.ops.linear_f32(x, self.rows)
         mine = self.compressor.width
         self.compressor(rows[:, :mine], fwd, compression)
@@ -87,18 +97,17 @@ class Attention:
     def _chosen(
         self,
         head_weights: torch.Tensor | None,
-        q_latent: torch.Tensor,
-        table: kernels.Table,
+        rating: torch.Tensor | None,
         fwd: Forward,
-        plan: StepPlan,
+        plan: Callable[[], StepPlan],
     ) -> kernels.Rows | None:
         """Which entries the tokens read."""
         if self.compressor is None or head_weights is None:
             return None
-        compression = plan.compression[self.ratio]
+        compression = plan().compression()[self.ratio]
         chosen = compression.visible
         if self.indexer is not None:
-            chosen = self.indexer(head_weights, q_latent, table, fwd, compression)
+            chosen = self.indexer(rating, head_weights, fwd, compression)
         if chosen is None or not chosen.shape[1]:
             return None
         return kernels.Rows(fwd.states.view(self.compressor.state, self.layer).select(1, 0), chosen)

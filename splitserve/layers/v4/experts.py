@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from splitserve.layers.forward import Group
-
 from . import kernels
 
 
@@ -27,11 +25,10 @@ class Experts:
     count: int
     route_scale: float
     limit: float
-    tp: Group
     ops: Any = kernels
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] and the tokens' ids [T] -> [T, hidden]."""
+        """[T, hidden] and the tokens' ids [T] -> [T, hidden]: this rank's part of the sum."""
         ops = self.ops
 
         def shared() -> torch.Tensor:
@@ -41,8 +38,11 @@ class Experts:
         own = ops.beside(x.shape[0], shared)
         weights, experts = self._route(x, tokens)
         routed = self.gate_up, self.down
-        y = ops.mix_onto(x, routed, weights, experts, own, local=self.local, limit=self.limit)
-        return self.tp.all_reduce(y)
+        whole = len(self.local) == len(self.gate)
+        y: torch.Tensor = ops.mix_onto(
+            x, routed, weights, experts, own, local=self.local, whole=whole, limit=self.limit
+        )
+        return y
 
     def _route(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ops = self.ops

@@ -31,10 +31,12 @@ class GpuKernels:
         self.grouped_linear = partial(v4.grouped_linear, exact=exact)
         self.mix_onto = partial(v4.mix_onto, exact=exact)
         self.prepare = partial(v4.prepare, exact=exact)
-        self._side: torch.cuda.Stream | None = None
+        self._lanes: dict[int, torch.cuda.Stream] = {}
 
-    def beside(self, tokens: int, work: Callable[[], T]) -> Callable[[], T]:
+    def beside(self, tokens: int, work: Callable[[], T], *, lane: int = 0) -> Callable[[], T]:
         """Start `work` next to what follows; the function that comes back waits for it and gives its result.
+
+        Work of one lane is done in order; that of another runs next to it too.
 
         Only while decoding of few tokens is recorded: then most of the device is idle, and each kernel waits for the
         one before it. Whatever `work` reads must stay alive until then.
@@ -42,13 +44,21 @@ class GpuKernels:
         if tokens > FEW or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return _done(work())
         main = torch.cuda.current_stream()
-        side = self._side = self._side or torch.cuda.Stream()
+        if lane not in self._lanes:
+            self._lanes[lane] = torch.cuda.Stream()
+        side = self._lanes[lane]
         side.wait_stream(main)
         with torch.cuda.stream(side):
             value = work()
+        done = torch.cuda.Event()
+        done.record(side)
+        joined: set[int] = set()
 
         def join() -> T:
-            torch.cuda.current_stream().wait_stream(side)
+            stream = torch.cuda.current_stream()
+            if stream.cuda_stream not in joined:  # a kernel that waits for two cannot start early
+                joined.add(stream.cuda_stream)
+                stream.wait_event(done)  # and not for what this lane is given later
             return value
 
         return join

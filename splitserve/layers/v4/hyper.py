@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from splitserve.layers.forward import Group
+
 from . import kernels
 
 
 @dataclass(frozen=True)
 class HyperConnection:
-    """Replicated on every rank: what is summed over the group is the sub-layer's output, never the streams."""
+    """Replicated on every rank: a sub-layer gives this rank's part of its output, and what is summed over the group is
+    that, never the streams.
+    """
 
     fn: torch.Tensor  # [2n + n * n, n * hidden] float32
     base: torch.Tensor
@@ -22,6 +26,7 @@ class HyperConnection:
     iters: int
     hc_eps: float
     eps: float
+    tp: Group
     ops: Any = kernels
 
     def __call__(
@@ -29,9 +34,10 @@ class HyperConnection:
     ) -> torch.Tensor:
         """[T, n, hidden] -> [T, n, hidden]."""
         x, leave = self.ops.hc_enter(
-            streams, self.fn, self.base, self.scale, iters=self.iters, eps=self.hc_eps, norm_eps=self.eps
-        )
-        left: torch.Tensor = leave(sublayer(self.ops.rms_norm(x, self.norm, self.eps)))
+            streams, self.fn, self.base, self.scale, iters=self.iters, eps=self.hc_eps, norm_eps=self.eps,
+            norm=self.norm,
+        )  # fmt: skip
+        left: torch.Tensor = leave(sublayer(x), self.tp)
         return left
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from splitserve.layers.forward import Group
 from splitserve.ops.ref import v4 as ref
 from splitserve.ops.ref.v4 import (
     CSA,
@@ -123,11 +124,11 @@ def hc_post(y: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def hc_enter(
-    streams: torch.Tensor, *args: Any, **kw: Any
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """hc_pre's x, and hc_post of what becomes of it."""
-    x, post, comb = hc_pre(streams, *args, **kw)
-    return x, lambda y: hc_post(y, streams, post, comb)
+    streams: torch.Tensor, *args: Any, norm: torch.Tensor, norm_eps: float, **kw: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor, Group], torch.Tensor]]:
+    """rms_norm of hc_pre's x, and hc_post of what becomes of it, summed over a group's ranks."""
+    x, post, comb = hc_pre(streams, *args, norm_eps=norm_eps, **kw)
+    return rms_norm(x, norm, norm_eps), lambda y, group: hc_post(group.all_reduce(y), streams, post, comb)
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -194,9 +195,9 @@ def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return out
 
 
-def index_scores(q: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:
-    """As in ops/ref/v4/indexer.py."""
-    out: torch.Tensor = _compiled(q).index_scores(q, *args, **kw)
+def index_scores(q: torch.Tensor, weights: torch.Tensor, *args: Any, scale: float, **kw: Any) -> torch.Tensor:
+    """As in ops/ref/v4/indexer.py, for weights that are yet to be scaled."""
+    out: torch.Tensor = _compiled(q).index_scores(q, weights * scale, *args, **kw)
     return out
 
 
@@ -222,7 +223,7 @@ def choose_located(scores: torch.Tensor, count: int, places: Places) -> torch.Te
     return locate_entries(choose_entries(scores, count), places)
 
 
-def beside(tokens: int, work: Callable[[], T]) -> Callable[[], T]:  # noqa: ARG001 - gpu.py asks for it
+def beside(tokens: int, work: Callable[[], T], *, lane: int = 0) -> Callable[[], T]:  # noqa: ARG001 - gpu.py asks
     """Work that need not come before what follows; here nothing runs beside anything."""
     value = work()
     return lambda: value
@@ -236,6 +237,7 @@ def mix_onto(
     onto: Callable[[], torch.Tensor],
     *,
     local: range,
+    whole: bool,  # noqa: ARG001 - gpu.py asks for it
     limit: float,
 ) -> torch.Tensor:
     """mix_experts, added to what `onto` gives in the end: [T, hidden] in x's type. The pair is gate-up and down."""

@@ -12,8 +12,9 @@ kernel `absorb` finds them by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,18 +69,29 @@ class Kept:
 class StepPlan:
     tables: dict[int, ops.Table]  # by ratio: rope of the step's tokens
     near: Near
-    compression: dict[int, Compression]  # by ratio
+    compression: Callable[[], dict[int, Compression]]  # by ratio; asked for when a layer needs it
 
 
 def plan_step(
-    fwd: Forward, ratios: Sequence[int], *, window: int, index_topk: int, rope: RopeFrequencies
+    fwd: Forward,
+    ratios: Sequence[int],
+    *,
+    window: int,
+    index_topk: int,
+    rope: RopeFrequencies,
+    kernels: Any = ops,
 ) -> StepPlan:
     """`ratios` are those that the model's layers have; `window` counts the token itself."""
+
+    def compressions() -> dict[int, Compression]:
+        return {r: _plan_compression(fwd, r, index_topk, rope) for r in ratios if r}
+
+    compression = kernels.beside(len(fwd.tokens), compressions) if any(ratios) else compressions
     tables = {bool(r): ops.rope_table(fwd.positions, rope.of(r)) for r in ratios}
     return StepPlan(
         tables={r: tables[bool(r)] for r in ratios},
         near=_plan_near(fwd, window),
-        compression={r: _plan_compression(fwd, r, index_topk, rope) for r in ratios if r},
+        compression=compression,
     )
 
 

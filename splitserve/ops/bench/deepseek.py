@@ -114,7 +114,10 @@ def experts(tokens: int) -> Iterator[Case]:
     generator = torch.Generator("cuda").manual_seed(tokens)
     sets = 6 if tokens <= FEW else 2
     drawn = [
-        torch.rand(tokens, EXPERTS, device="cuda", generator=generator).argsort(-1)[:, :COUNT].contiguous()
+        torch.rand(tokens, EXPERTS, device="cuda", generator=generator)
+        .argsort(-1)[:, :COUNT]
+        .int()
+        .contiguous()
         for _ in range(sets)
     ]
     distinct = sum(len(d.unique()) for d in drawn) / sets
@@ -124,20 +127,21 @@ def experts(tokens: int) -> Iterator[Case]:
 
     block = tuned("group_pairs", arch_of(drawn[0]), load)["BM"]
     local = range(EXPERTS)
-    groups = [group_pairs(d, local=local, block=block) for d in drawn]
+    groups = [group_pairs(d, local=local, block=block, whole=True) for d in drawn]
     weights = torch.rand(tokens * COUNT, device="cuda")
     x = rounded(numbers(tokens, HIDDEN), gate_up, rows=load)
     inner = rounded(numbers(tokens * COUNT, FFN), down, rows=load)
     pairs, note = tokens * COUNT, f"{distinct:.1f} distinct experts"
     peak = "fp8" if isinstance(x, Rounded) else "bf16"
-    yield Case(
-        "group pairs",
-        f"{pairs} pairs",
-        tokens,
-        [lambda d=d: group_pairs(d, local=local, block=block) for d in drawn],
-        12.0 * pairs,
-        per_step=LAYERS,
-    )
+    if tokens > 1:  # one token's pairs need no kernel
+        yield Case(
+            "group pairs",
+            f"{pairs} pairs",
+            tokens,
+            [lambda d=d: group_pairs(d, local=local, block=block) for d in drawn],
+            12.0 * pairs,
+            per_step=LAYERS,
+        )
     yield Case(
         "experts gate_up",
         "[4096, 4096] e2m1 + SwiGLU",
@@ -225,7 +229,7 @@ def streams(tokens: int) -> Iterator[Case]:
         "hc_post",
         f"[{tokens}, 4, {HIDDEN}]",
         tokens,
-        [lambda leave=leave: leave(y) for leave in leaves],
+        [lambda leave=leave: leave(y, None) for leave in leaves],
         tokens * 18.0 * HIDDEN,
         per_step=2 * LAYERS,
     )

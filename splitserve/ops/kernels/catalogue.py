@@ -44,7 +44,7 @@ HOLDERS: tuple[ModuleType, ...] = (
 )  # fmt: skip
 """The modules that define kernels."""
 
-BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+BF16, F32, I32, I64, U8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
 HIDDEN, HEADS, DIM, ROPE, LATENT = 4096, 64, 512, 64, 584
 
 
@@ -162,7 +162,7 @@ def _linear_rounded(make: Maker, rows: int) -> None:
 
 def _experts(make: Maker, rounded: bool, block: int) -> None:
     gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
-    groups = grouping.group_pairs(meta(tokens, 6, dtype=I64), local=range(256), block=block)
+    groups = grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
     x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
     rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
     multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
@@ -179,11 +179,11 @@ def _v4_cases() -> Iterator[Case]:
     yield Case("route_by_token", lambda _: v4.route_by_token(
         meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
     yield Case(
-        "group_many", lambda _: grouping.group_pairs(meta(512, 6, dtype=I64), local=range(256), block=64)
+        "group_many", lambda _: grouping.group_pairs(meta(512, 6, dtype=I32), local=range(256), block=64)
     )
     yield Case("mix_experts", lambda _: v4.mix_experts(
         meta(2, HIDDEN), words(256, 4096, HIDDEN), words(256, HIDDEN, 2048), meta(2, 6, dtype=F32),
-        meta(2, 6, dtype=I64), local=range(256), limit=10.0))  # fmt: skip
+        meta(2, 6, dtype=I32), local=range(256), limit=10.0))  # fmt: skip
     yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
     yield Case("hyper", _each("hc_mix", _hyper))
     for tokens in (4, 64, 512):  # split far, in one or two parts, and whole
@@ -197,12 +197,28 @@ def _v4_cases() -> Iterator[Case]:
     yield Case("absorb", _absorb)
 
 
+class _Ranks:
+    """A group whose kernels write to each other's memory, and its mailbox."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.half = 0, size, 1 << 18
+        self.addresses, self.turns = meta(size, dtype=I64), meta(4096, dtype=I32)
+
+    def mailbox(self, _: torch.Tensor) -> _Ranks:
+        return self
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
     x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
     v4.hc_post(x, streams, post, comb)
     x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
-    leave(x)
+    leave(x, None)
+    for ranks in (2, 4, 8):
+        leave(x, _Ranks(ranks))
     v4.hc_head(
         streams,
         meta(4, 4 * HIDDEN, dtype=F32),
@@ -322,7 +338,7 @@ def _prefill(dim: int) -> None:
 
 def _bf16_experts(block: int) -> None:
     tokens = block * 8
-    groups = grouping.group_pairs(meta(tokens, 8, dtype=I64), local=range(128), block=block)
+    groups = grouping.group_pairs(meta(tokens, 8, dtype=I32), local=range(128), block=block)
     inner = multiply(meta(tokens, 2048), meta(128, 1536, 2048), groups=groups, share=8, limit=float("inf"))
     multiply(inner, meta(128, 2048, 768), groups=groups, factors=meta(tokens * 8, dtype=F32))
 

@@ -19,7 +19,7 @@ def choose_experts(
     count: int,
     *,
     normalize: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # weights float32, experts int64, each [num_tokens, count]
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights float32, experts int32, each [num_tokens, count]
     """Twin of ref.choose_experts."""
     return choose(scores, count, mode="softmax", normalize=normalize)
 
@@ -35,7 +35,7 @@ def mix_experts(
     experts, weights = experts.contiguous(), weights.contiguous()
     tokens, count = experts.shape
     block = tuned("group_pairs", arch_of(x), cdiv(tokens * count, len(gate_up)))["BM"]
-    groups = group_pairs(experts, local=range(len(gate_up)), block=block)
+    groups = group_pairs(experts, local=range(len(gate_up)), block=block, whole=True)
     inner = multiply(x, gate_up, groups=groups, share=count, limit=math.inf)
     parts = multiply(inner, down, groups=groups, factors=weights)
     return add_up(parts[None], experts, local=range(len(gate_up)), dtype=x.dtype)

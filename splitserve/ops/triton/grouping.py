@@ -4,13 +4,14 @@
                              expert_of [blocks]       whose block it is, -1 for blocks that are not needed
 
 The number of blocks is an upper bound, known without reading the device; places of blocks that are not needed hold
-anything. Of a few pairs every program counts all and places some; many are counted in chunks, whose counts are added up
+anything. One token's pairs are blocks as they stand. Of a few pairs every program counts all and places some; many are counted in chunks, whose counts are added up
 by one program, and placed by as many. Order inside an expert is that of the pairs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -71,7 +72,7 @@ def _place(found, expert, pair, base, rows_of, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local", "num_blocks"])
 def group_few(
-    experts,  # [num_pairs] int64
+    experts,  # [num_pairs] int
     rows_of, expert_of,
     num_pairs, first, num_local, num_blocks,
     EXPERTS: tl.constexpr,  # a power of two
@@ -106,7 +107,7 @@ def group_few(
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
 def group_count(
-    experts,  # [num_pairs] int64
+    experts,  # [num_pairs] int
     counts,  # [chunks, EXPERTS] int32
     num_pairs, first, num_local,
     EXPERTS: tl.constexpr,
@@ -142,7 +143,7 @@ def group_add(
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
 def group_place(
-    experts,  # [num_pairs] int64
+    experts,  # [num_pairs] int
     bases,  # [chunks, EXPERTS] int32, of group_add
     rows_of,  # filled with -1
     num_pairs, first, num_local,
@@ -157,13 +158,16 @@ def group_place(
 
 
 def group_pairs(
-    experts: torch.Tensor,  # [T, count] int64, global numbers
+    experts: torch.Tensor,  # [T, count] int, global numbers
     *,
     local: range,  # the experts that this rank holds
     block: int,  # rows of a block
+    whole: bool = False,  # all experts are here
 ) -> Groups:
     """Pairs of experts elsewhere are left out."""
     experts = experts.contiguous()
+    if whole and len(experts) == 1 and experts.dtype == torch.int32:
+        return Groups(_one_each(experts.numel(), block, experts.device), experts[0], experts.numel(), block)
     pairs, held = experts.numel(), len(local)
     num_blocks = min(pairs, held + pairs // block) if pairs else 0
     size = next_power_of_2(max(held, 16))
@@ -187,3 +191,11 @@ def group_pairs(
     )  # fmt: skip
     launch(group_place, (chunks,), experts, counts, rows_of, pairs, local.start, held, **sizes, num_warps=4)
     return Groups(rows_of, expert_of, num_blocks, block)
+
+
+@cache
+def _one_each(pairs: int, block: int, device: torch.device) -> torch.Tensor:
+    """rows_of where each pair has a block of its own."""
+    rows_of = torch.full((pairs, block), -1, dtype=torch.int32, device=device)
+    rows_of[:, 0] = torch.arange(pairs, dtype=torch.int32, device=device)
+    return rows_of.view(-1)

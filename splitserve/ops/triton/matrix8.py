@@ -22,7 +22,7 @@ from splitserve.ops.triton.codes import (
     to_e4m3,
 )
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
-from splitserve.ops.triton.overlap import follow
+from splitserve.ops.triton.overlap import follow, follow_briefly
 
 
 @triton.jit(do_not_specialize=["num_rows", "share"])
@@ -115,7 +115,7 @@ def add_parts(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [rows, ceil(N / BD)], or half of the columns where GLU
-    follow()
+    follow_briefly()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     width = N // 2 if GLU else N

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
-from splitserve.ops.triton.overlap import follow
+from splitserve.ops.triton.overlap import follow, follow_briefly
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def choose_few(
     table,  # [vocab, count] int; "token" only
     tokens,  # [T] int64; "token" only
     weights,  # [T, count] float32
-    experts,  # [T, count] int64
+    experts,  # [T, count] int32
     num_experts, count, scale,
     MODE: tl.constexpr,  # what chooses: "bias", "token", "softmax"
     NORMALIZE: tl.constexpr,
@@ -59,13 +59,13 @@ def choose_few(
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     tl.store(weights + token * count + slot, weight * scale, mask=slot < count)
-    tl.store(experts + token * count + slot, chosen.to(tl.int64), mask=slot < count)
+    tl.store(experts + token * count + slot, chosen, mask=slot < count)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
 def add_choices(
     parts,  # [SPLITS, T * count, D]: rows of experts that are elsewhere hold anything
-    experts,  # [T, count] int64
+    experts,  # [T, count] int
     plus,  # [T, D]; PLUS only
     out,  # [T, D]
     num_pairs, D, count, first, num_local,
@@ -74,7 +74,7 @@ def add_choices(
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
-    follow()
+    follow_briefly()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
@@ -91,7 +91,7 @@ def add_choices(
 
 def add_up(
     parts: torch.Tensor,  # [splits, T * count, D], of multiply_parts
-    experts: torch.Tensor,  # [T, count] int64, contiguous
+    experts: torch.Tensor,  # [T, count] int, contiguous
     *,
     local: range,
     dtype: torch.dtype,
@@ -120,11 +120,11 @@ def choose(
     scale: float = 1.0,
     normalize: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32, experts int64), each [T, count]; best first where scores choose."""
+    """(weights float32, experts int32), each [T, count]; best first where scores choose."""
     logits = logits.contiguous()
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, count, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_tokens, count, dtype=torch.int64, device=logits.device)
+    experts = torch.empty(num_tokens, count, dtype=torch.int32, device=logits.device)
     none = experts
     launch(
         choose_few, (num_tokens,),

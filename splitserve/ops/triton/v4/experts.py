@@ -42,7 +42,7 @@ def route(
     *,
     count: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int64
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int32
     """Twin of ref.v4.route; best first."""
     return choose(logits, count, mode="bias", bias=bias, scale=scale)
 
@@ -53,7 +53,7 @@ def route_by_token(
     tokens: torch.Tensor,  # [T] int64
     *,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int64
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights [T, count] float32, experts [T, count] int32
     """Twin of ref.v4.route_by_token."""
     return choose(logits, table.shape[1], mode="token", table=table, tokens=tokens, scale=scale)
 
@@ -93,7 +93,7 @@ def mix_experts(
     gate_up: Codes | Words,  # [experts of this rank, 2 * ffn, hidden]
     down: Codes | Words,  # [experts of this rank, hidden, ffn]
     weights: torch.Tensor,  # [T, count] float32
-    experts: torch.Tensor,  # [T, count] int64, global numbers
+    experts: torch.Tensor,  # [T, count] int, global numbers
     *,
     local: range,  # the experts that this rank holds
     limit: float,
@@ -112,6 +112,7 @@ def _parts(
     local: range,
     limit: float,
     exact: bool,
+    whole: bool = False,
 ) -> torch.Tensor:  # [splits, T * count, hidden]
     """What each chosen expert gives, times its weight."""
     (gate_up, down), (weights, experts) = matrices, chosen
@@ -119,7 +120,7 @@ def _parts(
     tokens, count = experts.shape
     load = cdiv(tokens * count, len(local))  # rows of an expert, on average
     block = tuned("group_pairs", arch_of(x), load)["BM"]
-    groups = group_pairs(experts, local=local, block=block)
+    groups = group_pairs(experts, local=local, block=block, whole=whole)
     rows = x if exact else rounded(x, gate_up, rows=load)
     inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit)
     return multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
@@ -129,13 +130,14 @@ def mix_onto(
     x: torch.Tensor,  # [T, hidden] bf16
     routed: tuple[Codes | Words, Codes | Words],  # gate-up and down of the routed experts
     weights: torch.Tensor,  # [T, count] float32
-    experts: torch.Tensor,  # [T, count] int64, global numbers
+    experts: torch.Tensor,  # [T, count] int, global numbers
     onto: Callable[[], torch.Tensor],  # [T, hidden] bf16: asked for when all else is under way
     *,
     local: range,
+    whole: bool,  # all experts are here
     limit: float,
     exact: bool = True,
 ) -> torch.Tensor:  # [T, hidden] bf16
     """mix_experts, added to something else in float32 and rounded once."""
-    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=exact)
+    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=exact, whole=whole)
     return add_up(parts, experts.contiguous(), local=local, dtype=x.dtype, plus=onto())

@@ -5,7 +5,9 @@
     expand     program (token, columns): what a sub-layer gave, and the old streams, into the new ones
 
 Sinkhorn's rounds follow one another and take longer than all else, and nobody needs what comes of them before a
-sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer.
+sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer. It also adds up
+what the ranks of a group found, where they can write to each other's memory (exchange.py): then a sum between ranks is
+no kernel of its own.
 
 fn is float32. Its products are exact: it is taken apart into three bf16 numbers, and streams are bf16 already.
 """
@@ -14,15 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from splitserve.ops.kernels.counts import cdiv
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
+from splitserve.ops.triton.exchange import Mailbox, add_ranks
 from splitserve.ops.triton.overlap import follow
+
+from .dense import rms_norm
 
 STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
@@ -97,9 +103,11 @@ def hc_collapse(
     x,  # [T, D]
     post,  # [T, N] float32; where there is a program for it
     comb,  # [T, N, N] float32; likewise
+    norm,  # [D] float32; NORM only
     num_tokens, D, eps, norm_eps,
     ITERS: tl.constexpr,
     HEAD: tl.constexpr,
+    NORM: tl.constexpr,  # x is normed too: a program has a token's whole row
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     BD: tl.constexpr,
@@ -113,12 +121,18 @@ def hc_collapse(
     col = first + tl.arange(0, BD)
     # Streams are older than the kernel before this one, which began only after their writer had ended.
     old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
+    if NORM:
+        weight = tl.load(norm + col, mask=col < D, other=0.0)
     follow()
     if first < D:
         root = _root(mine, step, N * D, norm_eps, M, SPLITS)
         pre = _column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
         pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
-        tl.store(x + token * D + col, tl.sum(old.to(tl.float32) * pre[:, None], 0), mask=col < D)
+        one = tl.sum(old.to(tl.float32) * pre[:, None], 0)
+        if NORM:  # of what a kernel by itself would have been given
+            one = one.to(old.dtype).to(tl.float32)
+            one *= weight / tl.sqrt(tl.sum(one * one, 0) / D + norm_eps)
+        tl.store(x + token * D + col, one, mask=col < D)
     if not HEAD and first >= D:
         gate, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
         tl.store(post + token * N + n, gate)
@@ -192,19 +206,21 @@ def _softmax4(parts, base, root, step, eps, SPLITS: tl.constexpr):
     return a * r + eps, b * r + eps, c * r + eps, d * r + eps
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "rank"])
 def hc_expand(
-    y,  # [T, D]
+    y,  # [T, D]; where RANKS > 1 this rank's part, [T, D / 2] int32
     streams,  # [T, N, D]
     parts,  # [SPLITS, T, 32] float32; SPLITS only
     base, scale,  # as for hc_collapse; SPLITS only
     post,  # [T, N] float32; not where SPLITS
     comb,  # [T, N, N] float32; not where SPLITS
     out,  # [T, N, D]
+    addresses, turns, rank, half,  # a mailbox; RANKS > 1 only
     num_tokens, D, eps, norm_eps,
     ITERS: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: post and comb are there
+    RANKS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
@@ -221,7 +237,17 @@ def hc_expand(
         gates, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
         # What was read so far is older than the kernel before this one, which began only after its writers had ended.
         follow()
-    new = tl.load(y + token * D + col, mask=inside, other=0.0).to(tl.float32)
+    if RANKS > 1:
+        pair = tl.program_id(1) * (BD // 2) + tl.arange(0, BD // 2)
+        used = turns + token * tl.num_programs(1) + tl.program_id(1)
+        turn = tl.load(used) + 1
+        here, at = pair < D // 2, token * (D // 2) + pair
+        part = tl.load(y + at, mask=here, other=0)
+        even, odd = add_ranks(part, at, here, addresses, turn, rank, half, RANKS)
+        new = tl.interleave(even, odd)
+        tl.store(used, turn)
+    else:
+        new = tl.load(y + token * D + col, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(N):
         if SPLITS:
             weight = columns[k]
@@ -274,15 +300,34 @@ def hc_enter(
     iters: int,
     eps: float,
     norm_eps: float,
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """hc_pre's x, and hc_post of what comes of it; with few tokens the mixture is worked out there."""
+    norm: torch.Tensor | None = None,  # [D] float32
+) -> tuple[torch.Tensor, Callable[[torch.Tensor, Group | None], torch.Tensor]]:
+    """hc_pre's x, rms_norm of it where there is a weight for that, and hc_post of what comes of it, summed over a group's ranks (None: there are no others). With few tokens the mixture is worked
+    out there, and the sum is part of the same kernel where the group has a mailbox for it.
+    """
     if streams.shape[0] > FEW:
         x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
-        return x, lambda y: hc_post(y, streams, post, comb)
+        x = x if norm is None else rms_norm(x, norm, norm_eps)
+        return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
     parts = _mix(streams, fn)
-    x = _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps)
+    x = _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps, norm=norm)
     later = _Later(parts, base, scale, iters, eps, norm_eps)
-    return x, lambda y: _expand(y, streams, parts, parts, later)
+
+    def leave(y: torch.Tensor, group: Group | None) -> torch.Tensor:
+        mailbox = group.mailbox(y) if group else None
+        if mailbox is None and group:
+            y = group.all_reduce(y)
+        return _expand(y, streams, parts, parts, later, mailbox)
+
+    return x, leave
+
+
+class Group(Protocol):
+    """What a sum between ranks takes (layers/forward.py)."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def mailbox(self, x: torch.Tensor) -> Mailbox | None: ...
 
 
 @dataclass(frozen=True)
@@ -318,15 +363,18 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
 def _collapse(
     streams: torch.Tensor, parts: torch.Tensor, base: torch.Tensor, scale: torch.Tensor,
     result: tuple[torch.Tensor, torch.Tensor] | None, *, iters: int, eps: float, norm_eps: float,
+    norm: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`result` takes post and comb; None: nobody wants them, or (hc_head) the parts hold nothing for them."""
     tokens, n, size = streams.shape
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     post, comb = result or (parts, parts)
+    columns, warps = (COLUMNS, 1) if norm is None else (next_power_of_2(size), 8)
     launch(
-        hc_collapse, (tokens, cdiv(size, COLUMNS) + (result is not None)),
-        streams.contiguous(), parts, base, scale, x, post, comb, tokens, size, eps, norm_eps,
-        ITERS=iters, HEAD=base.shape[0] == n, N=n, SPLITS=parts.shape[0], BD=COLUMNS, num_warps=1,
+        hc_collapse, (tokens, cdiv(size, columns) + (result is not None)),
+        streams.contiguous(), parts, base, scale, x, post, comb, base if norm is None else norm, tokens, size, eps,
+        norm_eps, ITERS=iters, HEAD=base.shape[0] == n, NORM=norm is not None, N=n, SPLITS=parts.shape[0], BD=columns,
+        num_warps=warps,
     )  # fmt: skip
     return x
 
@@ -342,18 +390,24 @@ def hc_post(
 
 
 def _expand(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, later: _Later | None
-) -> torch.Tensor:
-    """`later`: post and comb are not there yet."""
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    later: _Later | None, mailbox: Mailbox | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`later`: post and comb are not there yet. `mailbox`: y is this rank's part, to be added to the others'."""
     streams, y = streams.contiguous(), y.contiguous()
     tokens, n, size = streams.shape
     out = torch.empty_like(streams)
     parts, base, scale = (later.parts, later.base, later.scale) if later else (post, post, post)
     columns, warps = (COLUMNS, 1) if later else (1024, 4)
+    ranks, mail = 1, (post, post, 0, 0)
+    if mailbox is not None:
+        y, ranks = y.view(torch.int32), mailbox.size
+        mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
     launch(
         hc_expand, (tokens, cdiv(size, columns)),
-        y, streams, parts, base, scale, post, comb, out, tokens, size,
+        y, streams, parts, base, scale, post, comb, out, *mail, tokens, size,
         later.eps if later else 0.0, later.norm_eps if later else 0.0,
-        ITERS=later.iters if later else 0, N=n, SPLITS=parts.shape[0] if later else 0, BD=columns, num_warps=warps,
+        ITERS=later.iters if later else 0, N=n, SPLITS=parts.shape[0] if later else 0, RANKS=ranks, BD=columns,
+        num_warps=warps,
     )  # fmt: skip
     return out

@@ -30,7 +30,7 @@ HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
 )
 def rate_entries(
     q,  # [T, heads, D] bf16
-    weights,  # [T, heads] float32
+    weights, weights_stride, scaled,  # [T, heads] float32, strided; a number that each is to be multiplied by
     view, per_page, page_stride, row_stride,  # strides in steps of ALIGN elements
     pages,  # [num_seqs, max_pages] int64
     max_pages,
@@ -60,7 +60,7 @@ def rate_entries(
     )
     NUM: tl.constexpr = tl.bfloat16 if NATIVE else tl.float32
     query = (query.to(tl.float32) * (HALF if PACKED else 1.0)).to(NUM)
-    weight = tl.load(weights + token * heads + head, mask=head < heads, other=0.0)
+    weight = tl.load(weights + token * weights_stride + head, mask=head < heads, other=0.0) * scaled
     first, stop = tl.program_id(1) * TILES, (tl.program_id(1) + 1) * TILES
     seen = tl.minimum(stop, tl.cdiv(visible, BN))
     for tile in tl.range(first, seen, num_stages=STAGES):
@@ -89,14 +89,15 @@ def rate_entries(
 
 def index_scores(
     q: torch.Tensor,  # [T, heads, index_dim]
-    weights: torch.Tensor,  # [T, heads] float32, scaled
+    weights: torch.Tensor,  # [T, heads] float32, strided
     view: torch.Tensor,  # [num_pages, rows_per_page, width]: index keys, any strides
     pages: torch.Tensor,  # [num_seqs, max_pages] int64
     num_visible: torch.Tensor,  # [T] int64: entries that a token may see, the first of its sequence
     *,
     q_lens: Sequence[int],  # tokens of each sequence in q, in order
+    scale: float = 1.0,  # of the weights
 ) -> torch.Tensor:  # [T, entries that the pages hold] float32, -inf where not visible
-    """Twin of ref.v4.index_scores; as wide as the pages allow, so that nothing is read back from the device."""
+    """Twin of ref.v4.index_scores, which takes weights scaled; as wide as the pages allow, so that nothing is read back from the device."""
     tokens, heads, dim = q.shape
     one = tokens == len(q_lens)
     seq_of = num_visible if one else _sequences(q_lens, q.device)
@@ -108,7 +109,7 @@ def index_scores(
     launch(
         rate_entries,
         (tokens, cdiv(scores.shape[1], config["BN"] * config["TILES"])),
-        q, weights,
+        q, weights, weights.stride(0), scale,
         view, view.shape[1], view.stride(0) // align, view.stride(1) // align,
         pages, pages.shape[1], seq_of, num_visible, scores, scores.shape[1], heads,
         PACKED=packed, ONE=one, D=dim, BH=max(16, next_power_of_2(heads)), ALIGN=align,
@@ -125,10 +126,14 @@ def _sequences(q_lens: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.arange(len(q_lens), device=device).repeat_interleave(lens, output_size=sum(q_lens))
 
 
+NOT_VISIBLE = tl.constexpr(0x007FFFFF)  # what -inf becomes
+
+
 @triton.jit
-def _ranks(x):
-    """float32 -> int32 of the same order, as bits of an unsigned number."""
-    bits = x.to(tl.int32, bitcast=True)
+def _ranks_at(row, start, ends, BN: tl.constexpr):
+    """Scores as int32 of the same order, as bits of unsigned numbers."""
+    at = start + tl.arange(0, BN)
+    bits = tl.load(row + at, mask=at < ends, other=float("-inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) | -2147483648)
 
 
@@ -144,6 +149,7 @@ def select_best(
     num_entries, count,
     LOCATED: tl.constexpr,  # entries become flat positions in a view of pages
     ONE: tl.constexpr,  # every sequence has one token
+    WHOLE: tl.constexpr,  # there are no more than BN entries: read once
     BN: tl.constexpr,
 ):  # fmt: skip
     # grid: [T]
@@ -152,42 +158,51 @@ def select_best(
     token = tl.program_id(0).to(tl.int64)
     row = scores + token * num_entries
     digit = tl.arange(0, 256)
+    ends = tl.minimum(num_entries, BN) if WHOLE else num_entries
+    rank = _ranks_at(row, 0, ends, BN)
     prefix = tl.full((), 0, tl.int32)
-    missing = count  # of the chosen, those that share the prefix
+    missing, alike = count, num_entries  # of the chosen, and of all, those that share the prefix
     for place in tl.static_range(4):
         shift = 24 - 8 * place
         counts = tl.zeros((256,), tl.int32)
-        for start in range(0, num_entries, BN):
-            at = start + tl.arange(0, BN)
-            rank = _ranks(tl.load(row + at, mask=at < num_entries, other=float("-inf")))
-            alike = at < num_entries
+        for start in range(0, ends, BN):
+            if not WHOLE:
+                rank = _ranks_at(row, start, ends, BN)
+            same = start + tl.arange(0, BN) < num_entries
             if place > 0:
-                alike = alike & (((rank ^ prefix) >> (shift + 8)) == 0)
-            counts += tl.histogram((rank >> shift) & 0xFF, 256, mask=alike)
-        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of those alike, those with a larger digit
+                same = same & (((rank ^ prefix) >> (shift + 8)) == 0)
+            counts += tl.histogram((rank >> shift) & 0xFF, 256, mask=same)
+        above = alike - tl.cumsum(counts, 0)  # of those alike, those with a larger digit
         here = (above < missing) & (above + counts >= missing)
-        best = tl.sum(tl.where(here, digit, 0), 0)
-        missing -= tl.sum(tl.where(here, above, 0), 0)
-        prefix = prefix | (best << shift)
+        found = tl.sum(tl.where(here, above.to(tl.int64) << 40 | counts.to(tl.int64) << 8 | digit, 0), 0)
+        missing -= (found >> 40).to(tl.int32)
+        alike = ((found >> 8) & 0xFFFFFFFF).to(tl.int32)
+        prefix = prefix | ((found & 0xFF).to(tl.int32) << shift)
     limit = prefix ^ -2147483648  # signed order
-    done, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for start in range(0, num_entries, BN):
+    above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)  # before the entries at hand
+    for start in range(0, ends, BN):
+        if not WHOLE:
+            rank = _ranks_at(row, start, ends, BN)
         at = start + tl.arange(0, BN)
-        score = tl.load(row + at, mask=at < num_entries, other=float("-inf"))
-        rank = _ranks(score) ^ -2147483648
-        same = (rank == limit) & (at < num_entries)
-        order = equal + tl.cumsum(same.to(tl.int32), 0)
-        take = ((rank > limit) & (at < num_entries)) | (same & (order <= missing))
-        into = done + tl.cumsum(take.to(tl.int32), 0) - 1
+        signed = rank ^ -2147483648
+        more, same = (signed > limit) & (at < num_entries), (signed == limit) & (at < num_entries)
+        both = more.to(tl.int32) << 16 | same.to(tl.int32)  # BN is less than 2 ** 16
+        upto = tl.cumsum(both, 0)
+        before = upto - both
+        order = equal + (before & 0xFFFF)
+        into = above + (before >> 16) + tl.minimum(order, missing)
+        take = more | (same & (order < missing))
         entry = at.to(tl.int64)
         if LOCATED:
             seq = token if ONE else tl.load(seq_of + token)
             page = tl.load(pages + seq * max_pages + at // per_page, mask=take, other=0)
             entry = page * per_page + at % per_page
-        entry = tl.where(score == float("-inf"), -1, entry)
+        entry = tl.where(rank == NOT_VISIBLE, -1, entry)
         tl.store(chosen + token * count + into, entry, mask=take)
-        done += tl.sum(take.to(tl.int32), 0)
-        equal += tl.sum(same.to(tl.int32), 0)
+        if not WHOLE:
+            total = tl.sum(both, 0)
+            above += total >> 16
+            equal += total & 0xFFFF
 
 
 def choose_entries(
@@ -217,6 +232,6 @@ def _choose(scores: torch.Tensor, count: int, places: Places | None) -> torch.Te
     launch(
         select_best, (tokens,),
         scores, chosen, pages, pages.shape[1], per_page, chosen if sequence is None else sequence, entries, chosen.shape[1],
-        LOCATED=places is not None, ONE=sequence is None, BN=size, num_warps=8,
+        LOCATED=places is not None, ONE=sequence is None, WHOLE=entries <= size, BN=size, num_warps=8,
     )  # fmt: skip
     return chosen
