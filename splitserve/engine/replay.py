@@ -281,12 +281,15 @@ class Replayed:
         *,
         meanwhile: Callable[[], None],
         settled: Callable[[StepResult], None],
+        since: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`settled` is told the result once; `since` says when the result of the last step before this one came."""
         self.places = {c.rid: i for i, c in enumerate(chunks)}
         self.index = index
         self._chunks = chunks
         self._meanwhile = meanwhile
         self._settled = settled
+        self._since = since
         self._begun = time.monotonic()
         self._value: StepResult | None = None
         self._out = torch.empty(len(told), dtype=torch.int64, pin_memory=told.is_cuda)
@@ -305,7 +308,9 @@ class Replayed:
                 if chunk.sample:
                     finite = token >= 0
                     sampled[chunk.rid] = Sampled((token if finite else -1 - token,), finite=finite)
-            self._value = StepResult(self.index, sampled, time.monotonic() - self._begun)
+            # Steps overlap: what the one before took is not this one's too, or a device would seem busy twice over.
+            begun = max(self._begun, self._since())
+            self._value = StepResult(self.index, sampled, time.monotonic() - begun)
             self._settled(self._value)
         return self._value
 

@@ -71,6 +71,7 @@ class Runner:
         """`drafter` is the model once more, where it is to guess tokens ahead."""
         self.replay: Replay | None = None
         self._under_way: Replayed | None = None
+        self._settled_at = 0.0
         self._model = model
         self._states = states
         self._page_tokens = page_tokens
@@ -108,7 +109,12 @@ class Runner:
         sources = [before.get(c.rid, -1) if c.waits else -1 for c in chunks]
         started = replay.start(chunks, sources, self._last_tokens)
         self._under_way = Replayed(
-            step.index, chunks, started.told, meanwhile=self._between_layers, settled=self._settled
+            step.index,
+            chunks,
+            started.told,
+            meanwhile=self._between_layers,
+            settled=self._settled,
+            since=lambda: self._settled_at,
         )
         self._between_layers()
         return self._under_way
@@ -119,6 +125,7 @@ class Runner:
             self._under_way.result()
 
     def _settled(self, result: StepResult) -> None:
+        self._settled_at = time.monotonic()
         self._remember(result.index, result.sampled)
         if self._under_way is not None and self._under_way.index == result.index:
             self._under_way = None

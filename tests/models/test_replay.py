@@ -5,6 +5,7 @@ Pages and slots are poisoned, so that a place of the batch that nobody has, and 
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -118,6 +119,31 @@ def test_logits_that_are_not_finite_are_told(model: DeepseekV4, monkeypatch: pyt
     assert [result.sampled[c.rid].finite for c in chunks] == [True, False, True]
     assert pending.result() is result
     assert settled == [result]
+
+
+def test_steps_that_overlap_are_not_counted_twice(model: DeepseekV4) -> None:
+    bench, some = begun(model)
+    replay = replay_on(bench)
+    ends: list[float] = []
+
+    def step(index: int) -> Replayed:
+        chunks = [chunk_of(t) for t in some]
+        for text in some:
+            text.done += 1
+        return Replayed(
+            index,
+            chunks,
+            replay.start(chunks, [-1] * 3, {}).told,
+            meanwhile=lambda: None,
+            settled=lambda _: ends.append(time.monotonic()),
+            since=lambda: ends[-1] if ends else 0.0,
+        )
+
+    first, second = step(0), step(1)
+    time.sleep(0.05)
+    begun_at = time.monotonic()
+    assert first.result().seconds >= 0.05
+    assert second.result().seconds <= time.monotonic() - begun_at
 
 
 def test_a_draw_on_the_device_is_the_samplers() -> None:

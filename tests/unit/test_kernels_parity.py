@@ -612,6 +612,15 @@ def test_chosen_entries_are_located() -> None:
         assert torch.equal(got, want)
 
 
+def test_nothing_beyond_what_is_visible_is_chosen_from() -> None:
+    seen, places = torch.tensor([3, 0, 900, 1700]), ref4.Places(torch.randperm(40).view(4, 10), None, 200)
+    scores = torch.randn(4, 2000).round(decimals=2)  # with equals
+    scores[torch.arange(2000) >= seen[:, None]] = -math.inf
+    want = ref4.locate_entries(v4.choose_entries(scores, 40), places)
+    scores[torch.arange(2000) >= seen[:, None]] = math.nan
+    assert torch.equal(v4.choose_located(scores, 40, places, seen), want)
+
+
 def test_lengths_on_the_device() -> None:
     view, pages = torch.randn(9, 2, 16, 128), torch.tensor([[1, 3, 5], [2, 4, 6], [7, 8, 0]])
     q, lens = torch.randn(3, 4, 64), torch.tensor([37, 48, 0])

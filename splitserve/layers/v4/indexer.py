@@ -48,5 +48,5 @@ class Indexer:
             q, weights, view, fwd.pages, plan.num_visible,
             q_lens=fwd.q_lens, scale=(q.shape[-1] * self.heads) ** -0.5,
         )  # fmt: skip
-        chosen: torch.Tensor = self.ops.choose_located(scores, self.topk, plan.places)
+        chosen: torch.Tensor = self.ops.choose_located(scores, self.topk, plan.places, plan.num_visible)
         return chosen

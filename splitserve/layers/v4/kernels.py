@@ -218,7 +218,12 @@ def write_keys(view: torch.Tensor, x: torch.Tensor, unit: torch.Tensor, row: tor
     write_rows(view, encode_keys(x, view), unit, row)
 
 
-def choose_located(scores: torch.Tensor, count: int, places: Places) -> torch.Tensor:
+def choose_located(
+    scores: torch.Tensor,
+    count: int,
+    places: Places,
+    num_visible: torch.Tensor,  # noqa: ARG001 - gpu.py looks at no more; here the others' scores say so
+) -> torch.Tensor:
     """locate_entries of choose_entries: [T, count] flat positions, -1 for none."""
     return locate_entries(choose_entries(scores, count), places)
 

@@ -246,10 +246,11 @@ def _index(tokens: int) -> None:
 
 
 def _choose(_: int) -> None:
-    scores, pages = meta(2, 8192, dtype=F32), meta(2, 32, dtype=I64)
-    v4.choose_entries(scores, 512)
-    for sequence in (None, meta(2, dtype=I64)):
-        v4.choose_located(scores, 512, Places(pages, sequence, 64))
+    pages, seen = meta(2, 32, dtype=I64), meta(2, dtype=I64)
+    v4.choose_entries(meta(2, 8192, dtype=F32), 512)
+    for entries in (2048, 8192):
+        for sequence in (None, meta(2, dtype=I64)):
+            v4.choose_located(meta(2, entries, dtype=F32), 512, Places(pages, sequence, 64), seen)
 
 
 def _absorb(_: int) -> None:
