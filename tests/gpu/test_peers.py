@@ -47,6 +47,36 @@ for dtype in (torch.bfloat16, torch.float32):
         joined = group.all_gather(x.view(-1, 1)[:1000], -1).cpu()
         if not torch.equal(joined, torch.stack([part(r, n, dtype)[:1000] for r in range(size)], -1)):
             bad.append(f"join {n} {dtype}")
+from splitserve.ops.triton import v4
+def numbers(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+fn, base, scale = numbers(1, 24, 4 * 4096).float() / 128, numbers(2, 24).float(), numbers(3, 3).float().abs()
+for tokens in (1, 64, 5, 1):
+    streams = numbers(4, tokens, 4, 4096)
+    leave = v4.hc_enter(streams, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6)[1]
+    for turn in range(4):
+        parts = [numbers(10 + r + 100 * turn, tokens, 4096) for r in range(size)]
+        got = leave(parts[rank].clone(), group)
+        want = leave(sum(p.float() for p in parts).bfloat16(), None)
+        off = ((got.float() - want.float()).norm() / want.float().norm()).item()
+        if not off < 0.01:
+            bad.append(f"{tokens} rows' sum inside the streams' kernel, turn {turn}: off by {off}")
+        whole = group.all_gather(got.view(-1)[:1000].float(), -1).view(size, -1)
+        if not (whole == whole[0]).all():
+            bad.append(f"ranks hold different streams of {tokens}")
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    part = numbers(10 + rank, 1, 4096)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        got = leave(part, group)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+want = leave(sum(numbers(10 + r, 1, 4096).float() for r in range(size)).bfloat16(), None)
+if not (got.float() - want.float()).norm() < 0.01 * want.float().norm():
+    bad.append("the sum inside a replayed kernel")
 torch.cuda.synchronize()
 group.close()
 print(json.dumps({"how": group.how, "bad": bad}))

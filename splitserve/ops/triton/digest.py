@@ -1,12 +1,14 @@
 """Digests of rows on the device: the twin of ops/ref/digest.py, same numbers.
 
-A program takes some rows of one field: 64-bit words, folded, weighted by column, summed, mixed with the row's index.
+A program takes a row of a field: 64-bit words, folded, weighted by column, summed, mixed with the row's index. Fields of
+one shape, as a state's are in all layers, are one launch: an engine has a hundred and more, and the host starts each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -41,23 +43,24 @@ def _mixed(x):
         "num_rows",
         "rows_per_unit",
         "unit_bytes",
-        "offset",
         "row_stride",
         "row_bytes",
-        "key",
-    ]
+    ],
+    do_not_specialize_on_alignment=["keys"],
 )
 def digest_rows(
     slab,  # bytes
     units,  # [n] int64: unit of each run of rows_per_unit rows
-    sums,  # [num_rows] int64
-    first, num_rows, rows_per_unit, unit_bytes, offset, row_stride, row_bytes, key,
+    offsets, keys,  # [fields] int64
+    sums,  # [fields, num_rows] int64
+    first, num_rows, rows_per_unit, unit_bytes, row_stride, row_bytes,
     BYTES: tl.constexpr,  # of a load: divides all offsets
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    # grid: [num_rows]
+    # grid: [num_rows, fields]
     follow()
-    row = first + tl.program_id(0).to(tl.int64)
+    row, field = first + tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offset = tl.load(offsets + field)
     start = tl.load(units + row // rows_per_unit) * unit_bytes + offset + (row % rows_per_unit) * row_stride
     total = tl.full((), 0, tl.int64)
     piece = tl.arange(0, 8 // BYTES)
@@ -75,7 +78,8 @@ def digest_rows(
         words = tl.sum(x.to(tl.int64) << (piece * (8 * BYTES)).to(tl.int64)[None, :], 1)
         weight = _mixed((word + 1).to(tl.int64) * GOLDEN) | 1
         total += tl.sum((words ^ _down(words, 32)) * weight, 0)
-    tl.store(sums + tl.program_id(0), _mixed(total + key + row * GOLDEN))
+    into = sums + field.to(tl.int64) * num_rows + tl.program_id(0)
+    tl.store(into, _mixed(total + tl.load(keys + field) + row * GOLDEN))
 
 
 def field_digests(
@@ -104,37 +108,54 @@ def start_digests(
     if not fields:
         return torch.zeros(0, dtype=torch.int64)
     device = next(iter(memory.values())).device
-    totals = [_field_digest(f, memory, units, f.spec.live_rows(start, stop, last), device) for f in fields]
-    return torch.stack(totals)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for i, f in enumerate(fields):
+        shape = (
+            f.spec.kind,
+            f.rows_per_unit,
+            f.row_stride,
+            f.spec.row_bytes,
+            f.spec.live_rows(start, stop, last),
+        )
+        alike.setdefault(shape, []).append(i)
+    totals = [
+        _digests([fields[i] for i in some], memory, units, shape[-1], device) for shape, some in alike.items()
+    ]
+    places = torch.tensor([i for some in alike.values() for i in some]).argsort()
+    return torch.cat(totals)[places.to(device)]
 
 
-def _field_digest(
-    field: Field,
+def _digests(
+    fields: Sequence[Field],  # that differ in where they begin only
     memory: Mapping[Kind, torch.Tensor],
     units: Sequence[Units],
     live: range,
     device: torch.device,
 ) -> torch.Tensor:
     if not live:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    slab, per_unit = memory[field.spec.kind], field.rows_per_unit
+        return torch.zeros(len(fields), dtype=torch.int64, device=device)
+    one = fields[0]
+    slab, per_unit = memory[one.spec.kind], one.rows_per_unit
     table = torch.zeros(-(-live.stop // per_unit), dtype=torch.int64)
     for u in units:
-        if u.kind is field.spec.kind:
+        if u.kind is one.spec.kind:
             ids = u.ids[: max(0, len(table) - u.first)]
             table[u.first : u.first + len(ids)] = torch.tensor(ids)
-    sums = torch.empty(len(live), dtype=torch.int64, device=slab.device)
+    begin = torch.tensor([[f.offset for f in fields], [_signed(field_key(f)) for f in fields]]).to(
+        slab.device
+    )
+    sums = torch.empty(len(fields), len(live), dtype=torch.int64, device=slab.device)
     step = gcd(
         8,
-        field.offset,
-        field.row_stride,
-        field.spec.row_bytes,
+        *(f.offset for f in fields),
+        one.row_stride,
+        one.spec.row_bytes,
         slab.stride(0),
         0 if slab.is_meta else slab.data_ptr(),
     )
     launch(
-        digest_rows, (len(live),), slab, table.to(slab.device), sums,
-        live.start, len(live), per_unit, slab.stride(0), field.offset, field.row_stride, field.spec.row_bytes,
-        _signed(field_key(field)), BYTES=step, WORDS=128, num_warps=1,
+        digest_rows, (len(live), len(fields)), slab, table.to(slab.device), begin[0], begin[1], sums,
+        live.start, len(live), per_unit, slab.stride(0), one.row_stride, one.spec.row_bytes,
+        BYTES=step, WORDS=128, num_warps=1,
     )  # fmt: skip
-    return sums.sum()
+    return sums.sum(1)

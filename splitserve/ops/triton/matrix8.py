@@ -51,7 +51,8 @@ def weigh8(
     expert, row, used = tile_rows(rows_of, expert_of, num_rows, GROUPED, EXPERTS, BM)
     if not used:
         return
-    one = row >= 0
+    # Where rows are many, what a place without one reads (row 0) is never stored, and a mask costs registers.
+    one = row >= 0 if BM < 64 else tl.full((BM,), 1, tl.int1)
     here = one[None, :]
     n, inside = tile_columns(N, GLU, BN)
     source = (tl.maximum(row, 0) // share).to(tl.int64)
@@ -100,6 +101,8 @@ def weigh8(
             xb = tl.load(rows + b * 128 + k[:, None], mask=here, other=0.0)
             xs = tl.load(row_scales + b * step, mask=one, other=0.0)
             sums += tl.dot(e4m3_numbers(w, NATIVE), e4m3_numbers(xb, NATIVE)) * ws[:, None] * xs[None, :]
+    if BM >= 64:  # read again rather than held through the loop
+        expert, row, used = tile_rows(rows_of, expert_of, num_rows, GROUPED, EXPERTS, BM)
     put(sums, row, n, inside, out, factors, num_rows, N, limit, GLU, WEIGHTED, SPLITS, BN, BM)
 
 

@@ -402,6 +402,7 @@ def _expand(
     ranks, mail = 1, (post, post, 0, 0)
     if mailbox is not None:
         y, ranks = y.view(torch.int32), mailbox.size
+        columns = COLUMNS if ranks <= 4 else COLUMNS // 2  # a mailbox and its addresses for each take registers
         mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
     launch(
         hc_expand, (tokens, cdiv(size, columns)),
