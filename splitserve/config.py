@@ -178,6 +178,10 @@ class RouterConfig:
     drain_s: float = _f(
         10.0, "most time a stop waits for running requests; in a deployment, [deployment] says it", low=0
     )
+    alone: bool = _f(
+        True,
+        "while all prefill or all decode engines are down, those of the other half compute requests whole",
+    )
     prefill_grace_s: float = _f(
         0.9, "when prefill's connection breaks, decode may still answer within this time", low=0
     )

@@ -9,7 +9,8 @@
                           └──── failure ────┘
 
 A pair (prefill, decode) is *proven* once a token has come through it; it loses that with either member's health. Only
-proven pairs are routed to. A unified engine is proven alone.
+proven pairs are routed to. A unified engine is proven alone. While every engine of one half is down, those of the other
+that were part of a proven pair in this life are *left alone*: engines of ours compute a request without a room whole.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Member:
     circuit: Circuit
     healthy: bool = False
     draining: bool = False
+    proven: bool = False  # a token has come through it, with whichever partner, since it was last unwell
     num_bad: int = 0  # health checks failed in a row
     problem: str = "not checked yet"
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
@@ -156,13 +158,13 @@ class Member:
 
 
 class Route:
-    """Where one request goes. `prefill` is None for a unified engine. `why` is for people."""
+    """Where one request goes. `prefill` is None for an engine that computes all of it. `why` is for people."""
 
     __slots__ = ("answer", "members", "prefill", "warning", "why")
 
     def __init__(self, prefill: Member | None, answer: Member, why: str = "", warning: str = "") -> None:
         self.prefill = prefill
-        self.answer = answer  # the decode or unified engine, whose bytes go to the client
+        self.answer = answer  # the engine whose bytes go to the client
         self.why = why
         self.warning = warning
         self.members = (answer,) if prefill is None else (prefill, answer)
@@ -270,7 +272,7 @@ class Fleet:
         member.problem = problem
         if not member.healthy or not (certain or member.num_bad >= self._max_bad):
             return False
-        member.healthy = False
+        member.healthy = member.proven = False
         member.bootstrap_port = member.endpoint.bootstrap_port  # what it told may change with its next life
         self._unprove(member)
         return True
@@ -285,6 +287,8 @@ class Fleet:
         members = (answer,) if prefill is None else (prefill, answer)
         if all(m.healthy and m in self for m in members):  # else it came too late to count
             self._proven.add((prefill.id if prefill else "", answer.id))
+            for m in members:
+                m.proven = True
             self._problems.pop((prefill.id if prefill else "", answer.id), None)
             self.version += 1
 
@@ -318,6 +322,12 @@ class Fleet:
             not self._members[answer].draining and (not prefill or not self._members[prefill].draining)
             for prefill, answer in self._proven
         )
+
+    @property
+    def left_alone(self) -> list[Member]:
+        """Engines whose other half is down altogether, which have shown in a pair that they compute this model."""
+        halves = {m.role for m in self if m.healthy} - {Role.UNIFIED}
+        return [m for m in self if m.proven and m.role in halves] if len(halves) == 1 else []
 
     @property
     def num_proven(self) -> int:

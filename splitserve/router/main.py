@@ -23,6 +23,7 @@ from splitserve.net.http import HttpServer, serve
 from splitserve.net.request import Limits
 
 from .app import RouterApp
+from .dialects import dialect
 from .fleet import Endpoint, Fleet
 from .policy import Chooser
 from .proxy import Proxy
@@ -47,7 +48,8 @@ class Router:
         for endpoint in workers:
             self.fleet.add(endpoint)
         self.client = Client()
-        chooser = Chooser(config.policy, max_queued_tokens=config.max_queued_tokens)
+        alone = config.alone and dialect(config.engine).serves_alone
+        chooser = Chooser(config.policy, max_queued_tokens=config.max_queued_tokens, alone=alone)
         self.proxy = Proxy(config, self.fleet, chooser, now=loop.time)
         bearer = (("authorization", f"Bearer {keys[0].decode()}"),) if keys else ()
         self.watch = Watch(config, self.fleet, self.client, draw_room=self.proxy.draw_room, headers=bearer)

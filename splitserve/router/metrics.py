@@ -36,6 +36,7 @@ class Metrics:
         self.num_stream_errors = 0
         self.num_probes = 0
         self.num_warnings = 0
+        self.num_alone = 0
         self.first_byte_s = Histogram()
         self.total_s = Histogram()
 
@@ -54,6 +55,7 @@ class Metrics:
             ("stream_errors_total", self.num_stream_errors),
             ("probes_total", self.num_probes),
             ("open_circuit_routes_total", self.num_warnings),
+            ("alone_routes_total", self.num_alone),
         ):
             lines += [f"# TYPE splitserve_router_{name} counter", f"splitserve_router_{name} {value}"]
         lines += _histogram("splitserve_router_first_byte_seconds", self.first_byte_s)

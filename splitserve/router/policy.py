@@ -2,7 +2,8 @@
 
 Never chosen: an unhealthy or draining member, an unproven pair, a member that is full. An open circuit is avoided as
 long as another member can do it; the last of its role stays selectable, with a warning, so that a burst of failures
-never takes a whole service down in silence.
+never takes a whole service down in silence. An engine left alone by its other half computes requests whole, where its
+kind can and the settings let it: slower than a pair, but an answer.
 
 cache_aware keeps, for each block-aligned beginning of a prompt, who has seen it, as a hash chain
 
@@ -38,7 +39,7 @@ class View(msgspec.Struct, frozen=True):
     """Who can serve, for one version of a fleet."""
 
     answers: list[Member]  # healthy, not draining, not full, proven with somebody of whom the same holds
-    partners: dict[str, list[Member]]  # answering id -> prefills proven with it; [] for unified engines
+    partners: dict[str, list[Member]]  # answering id -> prefills proven with it; [] for one that needs none
     has_choice: bool = False  # of some kind of engine there are several, well or not
 
 
@@ -105,7 +106,12 @@ class Chooser:
     """One policy with its memory: a turn for each role, random numbers, seen prefixes."""
 
     def __init__(
-        self, policy: str, *, max_queued_tokens: int = 1 << 18, rng: random.Random | None = None
+        self,
+        policy: str,
+        *,
+        max_queued_tokens: int = 1 << 18,
+        alone: bool = False,  # whether halves may answer alone
+        rng: random.Random | None = None,
     ) -> None:
         picks: dict[str, Pick] = {
             "round_robin": self._round_robin,
@@ -118,6 +124,7 @@ class Chooser:
             raise ConfigError(f"no policy {policy!r}", field="policy", fix=f"one of {', '.join(picks)}")
         self._pick = picks[policy]
         self._max_queued_tokens = max_queued_tokens
+        self._alone = alone
         self._rng = rng or random.Random()
         self._turns = dict.fromkeys(Role, 0)
         self._view = View([], {})
@@ -140,7 +147,7 @@ class Chooser:
         answer, why = self._pick(answers, features) if len(answers) > 1 else (answers[0], "only one")
         prefills = view.partners[answer.id]
         if not prefills:
-            return Route(None, answer, why, warning)
+            return Route(None, answer, why if answer.role is Role.UNIFIED else f"left alone; {why}", warning)
         partners, other = self._prefer(prefills, now, avoid) if careful else (prefills, "")
         prefill, why_prefill = (
             self._pick(partners, features) if len(partners) > 1 else (partners[0], "only one")
@@ -166,6 +173,9 @@ class Chooser:
                 partners[m.id] = []
             elif m.role is Role.DECODE and (found := [p for p in prefills if fleet.is_proven(p, m)]):
                 partners[m.id] = found
+        if self._alone and not partners:
+            alone = fleet.left_alone
+            partners = {m.id: [] for m in roomy if m in alone}
         roles = [m.role for m in fleet]
         several = len(roles) > len(set(roles))
         return View([m for m in roomy if m.id in partners], partners, several)

@@ -16,9 +16,10 @@ from splitserve.errors import NotFound, Overloaded, PeerLost, SplitserveError
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 from splitserve.net.upstream import Lost, Origin, Pool
+from splitserve.types import Role
 
 from .dialects import dialect
-from .fleet import Fleet, Member
+from .fleet import Fleet, Member, Route
 from .heads import request_id
 from .leg import Leg
 from .metrics import Metrics
@@ -113,6 +114,13 @@ class Proxy:
             return None
         prefix = PREFIX[request.path]
         return lambda: f"{prefix}{self._rng.getrandbits(96):024x}"
+
+    def routed(self, route: Route, features: Features) -> None:
+        """Told by a relay for each of its tries."""
+        self.metrics.num_warnings += bool(route.warning)
+        self.metrics.num_alone += route.prefill is None and route.answer.role is not Role.UNIFIED
+        self.fleet.begin(route, features.num_blocks, self.now())
+        self.chooser.chosen(route, features)
 
     def finished(self, relay: Relay, outcome: str) -> None:
         """Told by a relay, once, while its route still stands."""

@@ -142,10 +142,8 @@ class Relay:
             self._give_up(last)
             return
         self._num_tries += 1
-        proxy.metrics.num_warnings += bool(route.warning)
         self._route = route
-        proxy.fleet.begin(route, self._features.num_blocks, now)
-        proxy.chooser.chosen(route, self._features)
+        proxy.routed(route, self._features)
         self._send(route)
 
     def _send(self, route: Route) -> None:

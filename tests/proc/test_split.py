@@ -194,6 +194,9 @@ def test_kill_9_in_mid_request_is_an_answer_or_a_typed_error_and_then_all_is_wel
     else:
         assert status in (500, 502, 503), answer
         assert answer["error"]["code"] in ("peer_lost", "engine_lost", "transfer_failed", "deadline_exceeded")
+    until("the router knows", lambda: call(pair.url("router") + "/ready")[0] == 503)
+    status, answer = pair.generate(prompt(900, 6), 40)
+    assert (status, answer.get("output_ids")) == (200, want), "the other engine answers alone meanwhile"
     until("the engine is restarted", lambda: ready_again(pair, victim, rank), within_s=60)
     assert pair.generate(prompt(900, 6), 40)[1]["output_ids"] == want
     pair.check()

@@ -32,8 +32,8 @@ def make_fleet(
     return fleet
 
 
-def chooser(policy: str) -> Chooser:
-    return Chooser(policy, max_queued_tokens=MAX_QUEUED, rng=random.Random(1))
+def chooser(policy: str, *, alone: bool = False) -> Chooser:
+    return Chooser(policy, max_queued_tokens=MAX_QUEUED, alone=alone, rng=random.Random(1))
 
 
 # ---------------------------------------------------------------- for every policy and every fleet
@@ -60,6 +60,7 @@ MEMBER = st.fixed_dictionaries(
     avoid=st.sets(st.integers(0, 7), max_size=4),
     now=st.floats(0, 20),
     text=st.binary(max_size=2000),
+    alone=st.booleans(),
 )
 def test_only_members_that_can_serve_and_never_a_reject_without_need(
     policy: str,
@@ -68,6 +69,7 @@ def test_only_members_that_can_serve_and_never_a_reject_without_need(
     avoid: set[int],
     now: float,
     text: bytes,
+    alone: bool,
 ) -> None:
     fleet = Fleet(max_failures=5, open_s=5.0)
     made: list[Member] = []
@@ -88,7 +90,7 @@ def test_only_members_that_can_serve_and_never_a_reject_without_need(
         fleet.drain(member.id) if want["draining"] else None
         member.num_inflight = int(want["inflight"])  # type: ignore[call-overload]
     avoided = {m.id for m in made if order[m.id] in avoid}
-    found = chooser(policy).choose(Features(len(text), chain(text)), fleet, now, avoid=avoided)
+    found = chooser(policy, alone=alone).choose(Features(len(text), chain(text)), fleet, now, avoid=avoided)
 
     def can(m: Member) -> bool:
         return m.healthy and not m.draining and not m.full(MAX_QUEUED)
@@ -101,6 +103,8 @@ def test_only_members_that_can_serve_and_never_a_reject_without_need(
         for d in able
         if p.role is Role.PREFILL and d.role is Role.DECODE and fleet.is_proven(p, d)
     ]
+    if alone and not routes:
+        routes = [Route(None, m) for m in able if m in fleet.left_alone]
     if isinstance(found, Reject):
         assert not routes  # the last pair is never taken away in silence
         assert found.reason
@@ -333,3 +337,26 @@ def test_rejects_say_what_is_missing() -> None:
     full = make_fleet(1, 1)
     full.healthy(full.get("prefill-0"), LoadSnapshot(num_waiting=7, queued_tokens=5000))
     assert "full: prefill-0 (7 waiting" in reason(full)
+
+
+# ---------------------------------------------------------------- one half alone
+
+
+def test_who_is_left_alone_has_served_in_this_life_and_has_no_living_partner() -> None:
+    fleet = make_fleet(1, 2)
+    prefill, first, second = fleet
+    assert fleet.left_alone == []
+    fleet.unhealthy(prefill, "dead", certain=True)
+    assert fleet.left_alone == [first, second]
+    fleet.unhealthy(second, "dead", certain=True)
+    fleet.healthy(second, LoadSnapshot())
+    assert fleet.left_alone == [first]  # nobody has seen the other's new life compute anything
+    route = chooser("round_robin", alone=True).choose(Features(), fleet, 0.0)
+    assert isinstance(route, Route)
+    assert (route.prefill, route.answer) == (None, first)
+    assert isinstance(chooser("round_robin").choose(Features(), fleet, 0.0), Reject)
+    fleet.healthy(prefill, LoadSnapshot())
+    assert fleet.left_alone == []  # the pair is about to prove itself
+    fleet.unhealthy(first, "dead", certain=True)
+    fleet.unhealthy(second, "dead", certain=True)
+    assert fleet.left_alone == []  # prefill's own proof went with its life

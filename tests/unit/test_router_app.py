@@ -110,7 +110,7 @@ def test_death_and_return_of_an_engine() -> None:
 
     async def run() -> None:
         prefill, decode, workers = await pair()
-        async with running(workers) as router:
+        async with running(workers, alone=False) as router:
             await until(lambda: router.fleet.ready)
             probes = decode.probes
             await decode.die()
@@ -196,7 +196,7 @@ def test_requests_of_a_removed_engine_may_end() -> None:
     async def run() -> None:
         prefill, decode, workers = await pair()
         decode.behaves = completes(6, gap_s=0.05)
-        async with running(workers, drain_s=5.0) as router:
+        async with running(workers, drain_s=5.0, alone=False) as router:
             port = port_of(router)
             await until(lambda: router.fleet.ready)
             asking = asyncio.create_task(ask(port, "POST", "/v1/completions", PROMPT | {"stream": True}))

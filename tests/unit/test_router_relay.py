@@ -617,7 +617,7 @@ def test_silent_and_unhealthy_is_a_failure() -> None:
     """A stopped engine keeps its sockets: only health tells."""
 
     async def run() -> None:
-        async with bench(whole(200, {}), silent(head=True)) as b:
+        async with bench(whole(200, {}), silent(head=True), alone=False) as b:
             b.router.proxy.silence_s = 0.3
             asking = asyncio.create_task(b.ask(PROMPT))
             await until(lambda: len(b.decodes[0].seen) == 1)
@@ -689,6 +689,43 @@ def test_a_burst_with_clients_leaving_at_random_leaves_nothing() -> None:
             await until(lambda: b.router.server is not None and b.router.server.num_connections == 0)
 
     go(run(), within_s=60)
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_while_one_half_is_down_the_other_answers_alone(dead: str) -> None:
+    """Without a room; and as soon as the pair has proved itself again, both halves are asked as before."""
+
+    async def run() -> None:
+        async with bench(completes(), completes()) as b:
+            victim, other = b.prefills[0], b.decodes[0]
+            if dead == "decode":
+                victim, other = other, victim
+            await victim.die()
+            await until(lambda: not b.router.fleet.ready)
+            assert (await b.ask(PROMPT)).body == ALL_TOKENS
+            assert not [name for name in other.seen[-1].body if name.startswith("bootstrap")]
+            assert b.router.proxy.metrics.num_alone == 1
+            await victim.rise()
+            await until(lambda: b.router.fleet.ready)
+            assert (await b.ask(PROMPT)).body == ALL_TOKENS
+            assert other.seen[-1].body["bootstrap_room"] == victim.seen[-1].body["bootstrap_room"]
+            assert b.router.proxy.metrics.num_alone == 1
+
+    go(run())
+
+
+@pytest.mark.parametrize("config", [{"alone": False}, {"engine": "sglang"}])
+def test_where_halves_cannot_answer_alone_the_rest_is_told_to_wait(config: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with bench(completes(), completes(), **config) as b:
+            await b.prefills[0].die()
+            await until(lambda: not b.router.fleet.ready)
+            answer = await b.ask(PROMPT)
+            assert (answer.status, answer.error["code"]) == (503, "overloaded")
+            assert "retry-after" in answer.headers
+            assert b.decodes[0].seen == []
+
+    go(run())
 
 
 # ---------------------------------------------------------------- room in the fleet

@@ -38,6 +38,7 @@ class Dialect(Protocol):
     adds_seed: bool  # a request without a seed gets one
     adds_rid: bool  # a request without a name gets one, which both halves' logs and the answer have
     decode_recovers: bool  # decode may compute the prompt itself when prefill is lost before its first byte
+    serves_alone: bool  # a prefill or decode engine computes all of a request that names no room
     has_rendezvous: bool  # a prefill engine has a bootstrap port
     own_lines: frozenset[bytes]  # headers of the client that it replaces by its own
     load_path: str

@@ -35,6 +35,7 @@ class Ours:
     adds_seed = True
     adds_rid = True
     decode_recovers = True
+    serves_alone = True
     has_rendezvous = True
     own_lines: frozenset[bytes] = frozenset()
     load_path = "/get_load"

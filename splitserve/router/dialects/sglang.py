@@ -63,6 +63,7 @@ class Sglang:
     adds_seed = False  # its requests are seeded on demand, and slower then
     adds_rid = False  # refuses a name that a lost try may still hold
     decode_recovers = False
+    serves_alone = False
     has_rendezvous = True
     own_lines: frozenset[bytes] = frozenset()
     load_path = "/v1/loads?include=core"

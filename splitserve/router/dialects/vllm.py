@@ -62,6 +62,7 @@ class Vllm:
     adds_seed = False  # a seeded request takes a slower way through its sampler
     adds_rid = False  # has no such field
     decode_recovers = False
+    serves_alone = False
     has_rendezvous = False
     own_lines = frozenset((b"x-request-id",))
     load_path = "/metrics"
