@@ -23,10 +23,11 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: venv-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
 
-# Tests in one process run on every core at once; those that start deployments have the machine to themselves.
+# Tests in one process run on every core at once, in the order of their names: a long file must not begin last. Then
+# those that start processes, two at a time: they mostly wait, and more would pin their engines to the same two cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/structure tests/unit tests/models
-	$(BIN)/python -m pytest -q tests/proc
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/structure tests/unit tests/models
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/proc
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -39,13 +41,15 @@ needs_ray = pytest.mark.skipif(
 
 
 @pytest.fixture
-def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    home = tempfile.mkdtemp(prefix="ss-")  # short: a socket's path has 107 bytes at most
+    monkeypatch.setenv("XDG_RUNTIME_DIR", home)
     monkeypatch.setattr("splitserve.launch.children.adopt_orphans", lambda: None)  # tests adopt nobody
     made = Crew("d-host", PROGRAM)
     yield made
     made.close()
     assert list((rundir.root() / ".hosts").iterdir()) == []
+    shutil.rmtree(home)
 
 
 def start(crew: Crew, model: str, name: str = "decode-0") -> int:
