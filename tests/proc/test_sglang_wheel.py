@@ -35,16 +35,15 @@ from tests.ranks import free_port
 
 WHEEL = os.environ.get("SPLITSERVE_TEST_SGLANG", "")
 
-PARSE = """
-import argparse, importlib.abc, importlib.machinery, json, os, sys, types
+BLANKS = """
+import importlib.abc, importlib.machinery, os, sys, types
 from unittest.mock import MagicMock
 
-BLANK = {"PIL", "dill", "orjson", "pybase64", "pynvml", "python_multipart", "torchcodec", "triton", "aiohttp", "fastapi"}
-
 class Blanks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, is_blank):
+        self.is_blank = is_blank
     def find_spec(self, name, path, target=None):
-        blank = name.split(".")[0] in BLANK
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if blank else None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if self.is_blank(name) else None
     def create_module(self, spec):
         module = MagicMock(name=spec.name)
         module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
@@ -52,45 +51,44 @@ class Blanks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         pass
 
-sys.meta_path.append(Blanks())
-root = os.path.join(sys.argv[1], "sglang")
-for name, path in (("sglang", root), ("sglang.srt", os.path.join(root, "srt"))):  # without their __init__
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-sys.modules["sglang"].srt = sys.modules["sglang.srt"]
+def without_init(*names):
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [os.path.join(sys.argv[1], *name.split("."))]
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, sys.modules[name])
+"""
+"""What both scripts begin with: modules that stand in as blanks, and packages of the wheel without their __init__."""
+
+PARSE = (
+    BLANKS
+    + """
+import argparse, json
+
+ABSENT = {"PIL", "dill", "orjson", "pybase64", "pynvml", "python_multipart", "torchcodec", "triton", "aiohttp", "fastapi"}
+sys.meta_path.append(Blanks(lambda name: name.split(".")[0] in ABSENT))
+without_init("sglang", "sglang.srt")
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser(allow_abbrev=False)
 ServerArgs.add_cli_args(parser)
 found = [vars(parser.parse_args(words)) for words in json.loads(sys.argv[2])]
 print("PARSED" + json.dumps(found, default=str))
 """
+)
 
-BOOTSTRAP = """
-import importlib.abc, importlib.machinery, os, sys, types
-from unittest.mock import MagicMock
-
-REAL = ("sglang", "sglang.srt", "sglang.srt.disaggregation", "sglang.srt.disaggregation.common",
-        "sglang.srt.disaggregation.base", "sglang.srt.disaggregation.common.conn",
-        "sglang.srt.disaggregation.base.conn", "sglang.srt.environ")
-
-class Blanks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        blank = name.partition(".")[0] in ("sglang", "requests") and name not in REAL
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if blank else None
-    def create_module(self, spec):
-        module = MagicMock(name=spec.name)
-        module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
-        return module
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.insert(0, Blanks())
-for name in REAL[:5]:  # without their __init__
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [os.path.join(sys.argv[1], *name.split("."))]
+BOOTSTRAP = (
+    BLANKS
+    + """
+PACKAGES = ("sglang", "sglang.srt", "sglang.srt.disaggregation", "sglang.srt.disaggregation.common",
+            "sglang.srt.disaggregation.base")
+REAL = {*PACKAGES, "sglang.srt.disaggregation.common.conn", "sglang.srt.disaggregation.base.conn", "sglang.srt.environ"}
+sys.meta_path.insert(0, Blanks(lambda name: name.split(".")[0] in ("sglang", "requests") and name not in REAL))
+without_init(*PACKAGES)
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 CommonKVBootstrapServer(sys.argv[2], int(sys.argv[3])).thread.join()
 """
+)
 
 RANK: dict[str, Any] = {
     **dict.fromkeys(("attn_tp_size", "attn_cp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1),
