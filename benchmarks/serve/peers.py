@@ -59,6 +59,7 @@ START_S = 600.0
 STOP_S = 20.0
 PAUSE_S = 0.1
 IDLE_S = 10.0
+SETTLE_S = 5.0  # servers look out for more work for a while after their last request, vLLM's for 3 s
 
 Figures = dict[str, float]
 
@@ -238,6 +239,7 @@ async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     idle = await idle_cores(IDLE_S)
                 for name in random.sample([*found.arms], len(found.arms)):
                     console.print(f"repeat {repeat + 1} of {args.repeats}: {name}")
+                    await asyncio.sleep(SETTLE_S if args.together else 0.0)
                     if name in programs:
                         await asyncio.to_thread(run_program, name, programs[name], args, found)
                     elif name in urls:

@@ -51,6 +51,9 @@ class Asking:
         self._refusal = b""
         self._last_s = 0.0
         self._told_end = False
+        self.unheard = (
+            False  # the server had closed the connection, as some do after each answer: to be asked again
+        )
         self.over = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: RawHeaders) -> None:  # noqa: ARG002
@@ -97,7 +100,9 @@ class Asking:
         self._done()
 
     def on_lost(self, lost: Lost) -> None:
-        self._fail(lost.reason)
+        self.unheard = lost.unheard
+        if not lost.unheard:
+            self._fail(lost.reason)
         self._done()
 
     def _fail(self, why: str) -> None:
@@ -144,13 +149,19 @@ class LoadClient:
                 "stream_options": {"include_usage": True},
             }
         )
-        asking = Asking(marks, self._now)
         marks.sent_s = self._now()
+        while await self._unheard(Asking(marks, self._now), body):
+            pass
+        return marks
+
+    async def _unheard(self, asking: Asking, body: bytes) -> bool:
+        """Send once and wait for the end. Whether it met a connection that was closed already: the next is another."""
+        marks = asking.marks
         try:
             upstream = await self._client.send("POST", self._url, asking, body=body, headers=self._headers)
         except SplitserveError as e:
             marks.error = e.message
-            return marks
+            return False
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asking.over
@@ -159,7 +170,7 @@ class LoadClient:
         finally:
             if not asking.over.done() or asking.over.cancelled():
                 upstream.abort()
-        return marks
+        return asking.unheard
 
     async def closed_loop(
         self, asks: Sequence[Ask], concurrency: int, told: Callable[[Marks], None] = lambda _: None

@@ -301,6 +301,31 @@ def test_failures_are_marked_and_counted(how: str) -> None:
     go(go_())
 
 
+def test_a_server_that_closes_after_each_answer_is_asked_again() -> None:
+    """Without a word, though its answer promises to keep the connection: llama.cpp's does."""
+    asked = 0
+
+    async def closing(req: Request, res: Responder) -> None:
+        nonlocal asked
+        asked += 1
+        if asked % 2 == 0:  # the answer before was its connection's last
+            res.abort()
+            return
+        await engine(req, res)
+
+    async def go_() -> None:
+        async with served(closing) as server, Client() as client:
+            load = LoadClient(client, f"http://127.0.0.1:{server.port}", model="m", now=time.perf_counter)
+            asks = random_asks(
+                4, input_len=4, output_len=2, rng=random.Random(1), vocabulary=Vocabulary.of_size(99)
+            )
+            found, _ = await load.closed_loop(asks, 1)
+            assert [m.error for m in found] == [""] * 4
+            assert asked == 7
+
+    go(go_())
+
+
 def test_a_server_that_dies_in_mid_run_is_counted_not_hung() -> None:
     count = 0
 
