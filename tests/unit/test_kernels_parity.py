@@ -642,9 +642,11 @@ def test_the_expert_that_all_share() -> None:
     how = {"local": range(4), "limit": 0.5}
     want = ref4.mix_experts(x.float(), *pairs[0], weights, experts, **how)
     want += ref4.expert_ffn(x.float(), *pairs[1], 0.5)
-    got = v4.mix_onto(x, routed, weights, experts, lambda: v4.expert_ffn(x, *shared, 0.5), **how, whole=True)
+    got = v4.mix_onto(
+        x, routed, (weights, experts), lambda: v4.expert_ffn(x, *shared, 0.5), **how, whole=True
+    )
     assert error(got, want) < 3 * BF16
-    one = v4.mix_onto(x[:1], routed, weights[:1], experts[:1].int(), lambda: v4.expert_ffn(x[:1], *shared, 0.5), **how,
+    one = v4.mix_onto(x[:1], routed, (weights[:1], experts[:1].int()), lambda: v4.expert_ffn(x[:1], *shared, 0.5), **how,
                       whole=True)  # fmt: skip
     assert error(one, want[:1]) < 3 * BF16
 

@@ -36,11 +36,11 @@ class Experts:
             return y
 
         own = ops.beside(x.shape[0], shared)
-        weights, experts = self._route(x, tokens)
+        chosen = self._route(x, tokens)
         routed = self.gate_up, self.down
         whole = len(self.local) == len(self.gate)
         y: torch.Tensor = ops.mix_onto(
-            x, routed, weights, experts, own, local=self.local, whole=whole, limit=self.limit
+            x, routed, chosen, own, local=self.local, whole=whole, limit=self.limit
         )
         return y
 

@@ -237,16 +237,17 @@ def beside(tokens: int, work: Callable[[], T], *, lane: int = 0) -> Callable[[],
 def mix_onto(
     x: torch.Tensor,
     routed: tuple[Weight, Weight],
-    weights: torch.Tensor,
-    experts: torch.Tensor,
+    chosen: tuple[torch.Tensor, torch.Tensor],
     onto: Callable[[], torch.Tensor],
     *,
     local: range,
     whole: bool,  # noqa: ARG001 - gpu.py asks for it
     limit: float,
 ) -> torch.Tensor:
-    """mix_experts, added to what `onto` gives in the end: [T, hidden] in x's type. The pair is gate-up and down."""
-    y = mix_experts(x, *routed, weights, experts, local=local, limit=limit)
+    """mix_experts, added to what `onto` gives in the end: [T, hidden] in x's type. The pairs are gate-up and down,
+    and weights and experts.
+    """
+    y = mix_experts(x, *routed, *chosen, local=local, limit=limit)
     y += onto()
     return y.to(x.dtype)
 

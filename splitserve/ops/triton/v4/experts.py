@@ -129,8 +129,9 @@ def _parts(
 def mix_onto(
     x: torch.Tensor,  # [T, hidden] bf16
     routed: tuple[Codes | Words, Codes | Words],  # gate-up and down of the routed experts
-    weights: torch.Tensor,  # [T, count] float32
-    experts: torch.Tensor,  # [T, count] int, global numbers
+    chosen: tuple[
+        torch.Tensor, torch.Tensor
+    ],  # weights [T, count] float32, experts [T, count] int, global numbers
     onto: Callable[[], torch.Tensor],  # [T, hidden] bf16: asked for when all else is under way
     *,
     local: range,
@@ -139,5 +140,5 @@ def mix_onto(
     exact: bool = True,
 ) -> torch.Tensor:  # [T, hidden] bf16
     """mix_experts, added to something else in float32 and rounded once."""
-    parts = _parts(x, routed, (weights, experts), local=local, limit=limit, exact=exact, whole=whole)
-    return add_up(parts, experts.contiguous(), local=local, dtype=x.dtype, plus=onto())
+    parts = _parts(x, routed, chosen, local=local, limit=limit, exact=exact, whole=whole)
+    return add_up(parts, chosen[1].contiguous(), local=local, dtype=x.dtype, plus=onto())

@@ -272,9 +272,8 @@ def hc_pre(
     tokens, n = streams.shape[:2]
     post = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
     comb = torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
-    parts = _mix(streams, fn)
-    x = _collapse(streams, parts, base, scale, (post, comb), iters=iters, eps=eps, norm_eps=norm_eps)
-    return x, post, comb
+    mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
+    return _collapse(streams, mixing, (post, comb)), post, comb
 
 
 def hc_head(
@@ -287,8 +286,7 @@ def hc_head(
     norm_eps: float,
 ) -> torch.Tensor:  # [T, D]
     """Twin of ref.v4.hc_head."""
-    parts = _mix(streams, fn)
-    return _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps)
+    return _collapse(streams, _Mixing(_mix(streams, fn), base, scale, 0, eps, norm_eps))
 
 
 def hc_enter(
@@ -309,15 +307,14 @@ def hc_enter(
         x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
         x = x if norm is None else rms_norm(x, norm, norm_eps)
         return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
-    parts = _mix(streams, fn)
-    x = _collapse(streams, parts, base, scale, None, iters=0, eps=eps, norm_eps=norm_eps, norm=norm)
-    later = _Later(parts, base, scale, iters, eps, norm_eps)
+    mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
+    x = _collapse(streams, mixing, norm=norm)
 
     def leave(y: torch.Tensor, group: Group | None) -> torch.Tensor:
         mailbox = group.mailbox(y) if group else None
         if mailbox is None and group:
             y = group.all_reduce(y)
-        return _expand(y, streams, parts, parts, later, mailbox)
+        return _expand(y, streams, mixing.parts, mixing.parts, mixing, mailbox)
 
     return x, leave
 
@@ -331,8 +328,8 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class _Later:
-    """What a mixture is worked out from."""
+class _Mixing:
+    """What the weights of streams are worked out from."""
 
     parts: torch.Tensor
     base: torch.Tensor
@@ -361,20 +358,23 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
 
 
 def _collapse(
-    streams: torch.Tensor, parts: torch.Tensor, base: torch.Tensor, scale: torch.Tensor,
-    result: tuple[torch.Tensor, torch.Tensor] | None, *, iters: int, eps: float, norm_eps: float,
+    streams: torch.Tensor,
+    mixing: _Mixing,
+    result: tuple[torch.Tensor, torch.Tensor] | None = None,
     norm: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`result` takes post and comb; None: nobody wants them, or (hc_head) the parts hold nothing for them."""
     tokens, n, size = streams.shape
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
+    parts, base, scale = mixing.parts, mixing.base, mixing.scale
     post, comb = result or (parts, parts)
     columns, warps = (COLUMNS, 1) if norm is None else (next_power_of_2(size), 8)
     launch(
         hc_collapse, (tokens, cdiv(size, columns) + (result is not None)),
-        streams.contiguous(), parts, base, scale, x, post, comb, base if norm is None else norm, tokens, size, eps,
-        norm_eps, ITERS=iters, HEAD=base.shape[0] == n, NORM=norm is not None, N=n, SPLITS=parts.shape[0], BD=columns,
-        num_warps=warps,
+        streams.contiguous(), parts, base, scale, x, post, comb, base if norm is None else norm, tokens, size,
+        mixing.eps, mixing.norm_eps,
+        ITERS=mixing.iters if result else 0, HEAD=base.shape[0] == n, NORM=norm is not None, N=n,
+        SPLITS=parts.shape[0], BD=columns, num_warps=warps,
     )  # fmt: skip
     return x
 
@@ -391,24 +391,26 @@ def hc_post(
 
 def _expand(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    later: _Later | None, mailbox: Mailbox | None = None,
+    mixing: _Mixing | None, mailbox: Mailbox | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`later`: post and comb are not there yet. `mailbox`: y is this rank's part, to be added to the others'."""
+    """`mixing`: post and comb are not there yet. `mailbox`: y is this rank's part, to be added to the others'."""
     streams, y = streams.contiguous(), y.contiguous()
     tokens, n, size = streams.shape
     out = torch.empty_like(streams)
-    parts, base, scale = (later.parts, later.base, later.scale) if later else (post, post, post)
-    columns, warps = (COLUMNS, 1) if later else (1024, 4)
+    parts, base, scale = (mixing.parts, mixing.base, mixing.scale) if mixing else (post, post, post)
+    columns, warps = (COLUMNS, 1) if mixing else (1024, 4)
     ranks, mail = 1, (post, post, 0, 0)
     if mailbox is not None:
         y, ranks = y.view(torch.int32), mailbox.size
-        columns = COLUMNS if ranks <= 4 else COLUMNS // 2  # a mailbox and its addresses for each take registers
+        columns = (
+            COLUMNS if ranks <= 4 else COLUMNS // 2
+        )  # a mailbox and its addresses for each take registers
         mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
     launch(
         hc_expand, (tokens, cdiv(size, columns)),
         y, streams, parts, base, scale, post, comb, out, *mail, tokens, size,
-        later.eps if later else 0.0, later.norm_eps if later else 0.0,
-        ITERS=later.iters if later else 0, N=n, SPLITS=parts.shape[0] if later else 0, RANKS=ranks, BD=columns,
+        mixing.eps if mixing else 0.0, mixing.norm_eps if mixing else 0.0,
+        ITERS=mixing.iters if mixing else 0, N=n, SPLITS=parts.shape[0] if mixing else 0, RANKS=ranks, BD=columns,
         num_warps=warps,
     )  # fmt: skip
     return out
