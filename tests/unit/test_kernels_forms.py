@@ -70,6 +70,7 @@ class Machine:
         self.kernels = {
             "plain": JITFunction(_kernel),
             "loose": JITFunction(_kernel, do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["y"]),
+            "looser": JITFunction(_kernel, do_not_specialize=["x", "m"]),
         }
         self.forms = Forms()
 
@@ -140,7 +141,7 @@ constants = st.fixed_dictionaries(
     },
 )
 calls = st.tuples(
-    st.sampled_from(["plain", "loose"]),
+    st.sampled_from(["plain", "loose", "looser"]),
     st.sampled_from([0, 1]),
     st.tuples(
         st.one_of(tensors, st.none()), tensors, sizes, sizes, st.floats(allow_nan=False), st.booleans()
@@ -193,6 +194,18 @@ def test_triton_is_asked_once_for_each_kind_of_call(machine: Machine) -> None:
     for n in range(32, 320, 16):
         machine.forms.start(machine.kernels["plain"], (n, 1), call(n, 3), {"A": "once"})
     assert len(machine.asked) == asked
+
+
+def test_what_a_kernel_does_not_specialise_makes_no_new_call(machine: Machine) -> None:
+    machine.driver.device = 0
+    machine.forms.start(machine.kernels["loose"], (3, 2), call(16, 3), {"A": "same"})
+    asked = len(machine.asked)
+    for args in (call(1, 16), call(17, 1), call(16, 3, y=8)):
+        machine.forms.start(machine.kernels["loose"], (3, 2), args, {"A": "same"})
+    assert len(machine.asked) == asked
+    machine.forms.start(machine.kernels["loose"], (3, 2), call(16, 3, x=8), {"A": "same"})
+    machine.forms.start(machine.kernels["loose"], (3, 2), call(2**40, 3), {"A": "same"})
+    assert len(machine.asked) == asked + 2
 
 
 def test_a_kernel_that_overlaps_is_not_the_one_that_does_not(machine: Machine) -> None:

@@ -3,9 +3,10 @@
     kernel, constants, types, devices, which pointers       the first time    Triton's own way, which compiles and tells
     are aligned, which sizes are 1 or multiples of 16  ──▶  from then on      the same form, started at once
 
-Calls are told apart at least as finely as Triton tells them apart (its `specialize_impl`): a parameter that a kernel
-does not want specialised makes more entries here, of one form. What Triton reads from its settings (TRITON_DEBUG
-and the like) and from the globals that a kernel uses holds as it was at a form's first call.
+Calls are told apart at least as finely as Triton tells them apart (its `specialize_impl`), and no finer where a kernel
+does not want a parameter specialised: each call that is new here costs a step the 30 to 80 us once more. What Triton
+reads from its settings (TRITON_DEBUG and the like) and from the globals that a kernel uses holds as it was at a form's
+first call.
 
 Everything else goes Triton's own way: the interpreter, hooks of profilers, arguments of other types, tensors of several
 devices, versions of Triton that nobody has looked into.
@@ -56,30 +57,40 @@ class _Kinds(dict[int, int]):
     def __missing__(self, size: int) -> int:
         if len(self) >= MOST_SIZES:
             self.clear()
-        bits = next((b for b in (32, 64) if -(1 << b - 1) <= size < 1 << b - 1), 65)
-        kind = self[size] = 1 if size == 1 else bits if size % ALIGNED else -bits
+        width = _width(size)
+        kind = self[size] = 1 if size == 1 else width if size % ALIGNED else -width
         return kind
+
+
+def _width(size: int) -> int:
+    return next((b for b in (32, 64) if -(1 << b - 1) <= size < 1 << b - 1), 65)
 
 
 _kinds = _Kinds()
 
 
 class _Places:
-    """Where the tensors and the sizes of a call are. Equal only to itself: it stands for the types in keys."""
+    """Where the tensors and the sizes of a kernel's call are. Equal only to itself: it stands for both in keys."""
 
-    def __init__(self, types: tuple[type, ...]) -> None:
+    def __init__(self, kernel: JITFunction[Any], types: tuple[type, ...]) -> None:
+        self.kernel = kernel  # kept, so that nothing else gets its number
         tensors = [i for i, t in enumerate(types) if t in _TENSORS]
         others = [i for i, t in enumerate(types) if t not in _TENSORS]
         order = sorted(range(len(types)), key=[*tensors, *others].__getitem__)
         self.tensors, self.others, self.order = _picker(tensors), _picker(others), _picker(order)
-        self.sizes = _picker([i for i, t in enumerate(types) if t is int])
+        wanted = [not p.do_not_specialize for p in kernel.params]
+        aligned = [wanted[i] and not kernel.params[i].do_not_specialize_on_alignment for i in tensors]
+        self.aligned = _picker([j for j, a in enumerate(aligned) if a])  # among the tensors
+        self.sizes = _picker([i for i, t in enumerate(types) if t is int and wanted[i]])
+        self.widths = _picker([i for i, t in enumerate(types) if t is int and not wanted[i]])
 
 
-@cache
-def _places(types: tuple[type, ...]) -> _Places | None:
-    """None: without tensors, or with a type that nothing is known of."""
-    known = all(t in _TENSORS + _NUMBERS for t in types)
-    return _Places(types) if known and any(t in _TENSORS for t in types) else None
+def _places(kernel: Any, types: tuple[type, ...]) -> _Places | None:
+    """None: not a kernel as it is known here, no tensors, or a type that nothing is known of."""
+    known = type(kernel) is JITFunction and all(t in _TENSORS + _NUMBERS for t in types)
+    if not known or not any(t in _TENSORS for t in types) or len(types) > len(kernel.params):
+        return None
+    return _Places(kernel, types)
 
 
 def _picker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -95,34 +106,44 @@ class Forms:
 
     def __init__(self) -> None:
         self._forms: dict[Any, _Form] = {}
+        self._places: dict[tuple[int, tuple[type, ...]], _Places] = {}
 
     def start(
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         """As `kernel[grid](*args, **constants)`, for tensors on a GPU. Raises what Triton raises."""
-        places = _places(tuple(map(type, args)))
+        types = tuple(map(type, args))
+        places = self._places.get((id(kernel), types)) or self._learn(kernel, types)
         if places is None:
             kernel[grid](*args, **constants)
             return
         tensors = places.tensors(args)
         pointers, devices = tuple(map(_pointer, tensors)), tuple(map(_device, tensors))
-        askew = reduce(or_, pointers) % ALIGNED and tuple(p % ALIGNED > 0 for p in pointers)
+        aligned = places.aligned(pointers)
+        askew = reduce(or_, aligned, 0) % ALIGNED and tuple(p % ALIGNED > 0 for p in aligned)
         active = driver.active
         device = active.get_current_device()
         key = (
-            id(kernel), device, places, devices, askew, tuple(map(_dtype, tensors)),
-            tuple(map(_kinds.__getitem__, places.sizes(args))), tuple(constants), tuple(constants.values()),
+            device, places, devices, askew, tuple(map(_dtype, tensors)),
+            tuple(map(_kinds.__getitem__, places.sizes(args))), _widest(places.widths(args)),
+            tuple(constants), tuple(constants.values()),
         )  # fmt: skip
         form = self._forms.get(key)
         if form is None or kernel.pre_run_hooks or not _idle():
             compiled = kernel[grid](*args, **constants)
-            if form is None and type(kernel) is JITFunction and len(set(devices)) == 1:
+            if form is None and len(set(devices)) == 1:
                 self._remember(key, kernel, compiled, len(args), constants)
             return
         run, function, metadata, tail, _ = form
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         values = places.order(pointers + places.others(args))
         run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values, *tail)
+
+    def _learn(self, kernel: Any, types: tuple[type, ...]) -> _Places | None:
+        places = _places(kernel, types)
+        if places is not None:
+            self._places[id(kernel), types] = places
+        return places
 
     def _remember(
         self, key: Any, kernel: Any, compiled: Any, count: int, constants: Mapping[str, Any]
@@ -135,6 +156,13 @@ class Forms:
         self._forms[key] = _Form(
             compiled.run, compiled.function, compiled.packed_metadata, tail, (kernel, compiled)
         )
+
+
+def _widest(sizes: tuple[int, ...]) -> Any:
+    """What Triton makes of sizes that are not specialised: nothing but their types, 32 bits nearly always."""
+    if all(-(1 << 31) <= size < (1 << 31) - 1 for size in sizes):
+        return 32
+    return tuple(map(_width, sizes))
 
 
 def _idle() -> bool:
