@@ -187,9 +187,9 @@ class Llama:
             fwd.pages, starts, fwd.q_lens, fwd.write_page, fwd.write_row, fwd.page_tokens
         )
         run, pending = decoder.begin(x, table, rows), None
-        for i in range(len(self._layers)):
-            seen = self.tp.all_reduce(run.attention(i, fwd.states.view("kv", i), pending))
-            pending = self.tp.all_reduce(run.ffn(i, seen))
+        for i, layer in enumerate(self._layers):
+            seen = layer.attn.out.added(run.attention(i, fwd.states.view("kv", i), pending))
+            pending = layer.mlp.down.added(run.ffn(i, seen))
             fwd.between_layers()
         return run.end(pending)
 
@@ -233,13 +233,20 @@ def _decoder(layers: Sequence[Layer], ops: ModuleType) -> Any:
     weights = []
     for layer in layers:
         attn, mlp = layer.attn, layer.mlp
-        if isinstance(mlp, ExpertFfn) or attn.q_norm is not None:
-            return None
-        if not (attn.out.bias is None and mlp.gate_up.bias is None and mlp.down.bias is None):
+        if isinstance(mlp, ExpertFfn):
             return None
         matrices = (attn.qkv.weight, attn.out.weight, mlp.gate_up.weight, mlp.down.weight)
         norms = (layer.attn_norm, layer.mlp_norm)
-        weights.append(ops.decoder.LayerWeights(matrices, attn.qkv.bias, norms, layer.window))
+        weights.append(
+            ops.decoder.LayerWeights(
+                matrices,
+                norms,
+                window=layer.window,
+                qkv_bias=attn.qkv.bias,
+                gate_up_bias=mlp.gate_up.bias,
+                head_norms=None if attn.q_norm is None else (attn.q_norm, attn.k_norm),
+            )
+        )
     if not ops.decoder.serves(weights):
         return None
     first = layers[0].attn

@@ -48,6 +48,7 @@ def run(model: Any, states: Pool, seq: Text, sizes: list[int]) -> torch.Tensor:
 def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     reference = write_checkpoint(tmp_path, family)
     model, seq = load(tmp_path), text(90)
+    assert (model._decoder is None) == ("moe" in family), "every dense layer is two compiled calls"
     with torch.no_grad():
         expected = reference(torch.tensor([seq.tokens])).logits[0]
     assert expected.std() > 0.3, "a flat model proves nothing"

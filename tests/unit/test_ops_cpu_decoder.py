@@ -35,9 +35,11 @@ def some_layers(form: str) -> list[decoder.LayerWeights]:
     return [
         decoder.LayerWeights(
             tuple(matrix(*shape, form) for shape in shapes),
-            torch.randn(width) if i else None,
             (torch.rand(HIDDEN), torch.rand(HIDDEN)),
-            window,
+            window=window,
+            qkv_bias=torch.randn(width) if i else None,
+            gate_up_bias=torch.randn(2 * FFN) if i else None,
+            head_norms=(torch.rand(SIZE), torch.rand(SIZE)) if i else None,
         )
         for i, window in enumerate((0, 5))
     ]
@@ -55,7 +57,13 @@ def one_by_one(
         heads = cpu.linear(cpu.rms_norm(x, layer.norms[0], EPS), qkv, layer.qkv_bias).unflatten(
             -1, (-1, SIZE)
         )
-        turned = cpu.rotate(heads[:, :-KV_HEADS], table)
+        turning = heads[:, :-KV_HEADS]
+        if layer.head_norms:
+            parts, norms = (turning[:, :HEADS], turning[:, HEADS:]), layer.head_norms
+            turning = torch.cat(
+                [cpu.rms_norm(part, norm, EPS) for part, norm in zip(parts, norms, strict=True)], 1
+            )
+        turned = cpu.rotate(turning, table)
         q, k = turned[:, :HEADS], turned[:, HEADS:]
         cpu.write_rows(view, k, heads[:, -KV_HEADS:], rows.write_page, rows.write_row)
         mixed, first = torch.empty_like(q), 0
@@ -65,7 +73,7 @@ def one_by_one(
             mixed[its] = cpu.attend_prefill(q[its], view, plan, SIZE**-0.5)
             first += count
         x, normed = cpu.add_rms_norm(x, cpu.linear(mixed.flatten(1), out), layer.norms[1], EPS)
-        x = x + cpu.linear(cpu.swiglu(cpu.linear(normed, gate_up)), down)
+        x = x + cpu.linear(cpu.swiglu(cpu.linear(normed, gate_up, layer.gate_up_bias)), down)
     return x
 
 
@@ -102,4 +110,4 @@ def test_a_matrix_of_odd_rows_is_not_served() -> None:
     layers = some_layers("f32")
     assert decoder.serves(layers)
     odd = (*layers[0].matrices[:3], torch.zeros(HIDDEN, 9))
-    assert not decoder.serves([decoder.LayerWeights(odd, None, layers[0].norms, 0)])
+    assert not decoder.serves([decoder.LayerWeights(odd, layers[0].norms)])

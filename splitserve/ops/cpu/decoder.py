@@ -3,8 +3,8 @@
     attention(i)    x += pending;  pending = out(attend(rotate(qkv(norm(x)))))
     ffn(i)          x += pending;  pending = down(swiglu(gate_up(norm(x))))
 
-A tensor parallel group adds `pending` up after either. What is left to the operations of this package: layers with
-experts, with biases other than qkv's, with norms of heads, and matrices of odd sizes (`serves` says).
+A tensor parallel group adds `pending` up after either, and then the bias of out or down, where there is one. What is
+left to the operations of this package: layers with experts, and matrices of odd sizes (`serves` says).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .vector import integers_at
 # Words of one matrix, in this order; a layer has four, then what is its alone.
 FORM, WEIGHT, W_BYTES, OUTPUTS, INPUTS, SCALES, SCALE_BYTES, BIAS, _MATRIX = range(9)
 QKV, OUT, GATE_UP, DOWN = (i * _MATRIX for i in range(4))
-ATTN_NORM, FFN_NORM, WINDOW, VIEW, PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, _LAYER = range(
-    4 * _MATRIX, 4 * _MATRIX + 8
+ATTN_NORM, FFN_NORM, Q_NORM, K_NORM, WINDOW, VIEW, PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, _LAYER = range(
+    4 * _MATRIX, 4 * _MATRIX + 10
 )
 # Words of one pass.
 (
@@ -45,9 +45,11 @@ class LayerWeights:
     matrices: tuple[
         Weight, ...
     ]  # qkv [(heads + 2 kv heads) size, hidden], out, gate and up [2 ffn, hidden], down
-    qkv_bias: torch.Tensor | None
     norms: tuple[torch.Tensor, torch.Tensor]  # [hidden]: before attention, before ffn
-    window: int  # 0: none
+    window: int = 0  # 0: none
+    qkv_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # [size]: of queries, of keys
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,11 @@ def _bits(number: float) -> int:
 
 
 def _layer_words(layer: LayerWeights) -> np.ndarray:
-    biases = (layer.qkv_bias, None, None, None)
+    biases = (layer.qkv_bias, None, layer.gate_up_bias, None)
     words = [w for pair in zip(layer.matrices, biases, strict=True) for w in _matrix_words(*pair)]
-    words += [*(norm.data_ptr() for norm in layer.norms), layer.window, 0, 0, 0, 0]
+    words += [norm.data_ptr() for norm in layer.norms]
+    words += [norm.data_ptr() for norm in layer.head_norms] if layer.head_norms else [0, 0]
+    words += [layer.window, 0, 0, 0, 0]
     return np.array(words, dtype=np.int64)
 
 
@@ -173,7 +177,7 @@ def attention_half(crew, step, layer):
     share(
         crew, PLACE, (m + rows - 1) // rows, rows,
         (p[WIDE], m, heads, kv_heads, size, p[COSINES], p[SINES], p[TURNED], view, page_stride, head_stride,
-         row_stride, p[WRITE_PAGE], p[WRITE_ROW]),
+         row_stride, p[WRITE_PAGE], p[WRITE_ROW], w[Q_NORM], w[K_NORM], p[EPS]),
     )  # fmt: skip
     share(
         crew, ATTEND, p[PARTS], 0,
@@ -194,7 +198,7 @@ def ffn_half(crew, step, layer):
     share(
         crew, GATED, pieces_of(inner, pieces), pieces,
         (w[GATE_UP + FORM], p[NORMED], k, m, w[GATE_UP + WEIGHT], w[GATE_UP + W_BYTES], inner, k, p[WIDE], inner,
-         w[GATE_UP + SCALES], w[GATE_UP + SCALE_BYTES]),
+         w[GATE_UP + SCALES], w[GATE_UP + SCALE_BYTES], w[GATE_UP + BIAS]),
     )  # fmt: skip
     _linear(crew, p[WIDE], m, layer + 8 * DOWN, p[RESULT])
 

@@ -91,7 +91,7 @@ def _gated(a, step, piece):
     products.gated(
         get(a, 0), get(a, 1), get(a, 2), get(a, 3),
         get(a, 4) + first * w_bytes, w_bytes, n, rows, get(a, 7),
-        get(a, 8) + 4 * first, get(a, 9), get(a, 10) + first * scale_bytes, scale_bytes,
+        get(a, 8) + 4 * first, get(a, 9), get(a, 10) + first * scale_bytes, scale_bytes, get(a, 12), first,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _norm(a, step, piece):
 
 @compiled(inline="always")
 def _place(a, step, piece):
-    """Keys and queries turned, keys and values into their pages, for some of the tokens."""
+    """Keys and queries normed where they are, and turned, keys and values into their pages, for some of the tokens."""
     qkv, m, kv_heads, size = get(a, 0), get(a, 1), get(a, 3), get(a, 4)
     turning = get(a, 2) + kv_heads
     width = (turning + kv_heads) * size
@@ -130,6 +130,13 @@ def _place(a, step, piece):
     count = min(step, m - first)
     rows, angles = qkv + 4 * first * width, 2 * first * size
     turned = get(a, 7) + 4 * first * turning * size
+    if get(a, 14) != 0:
+        eps = floats_at(a + 8 * 16)[0]
+        for t in range(count):
+            row = rows + 4 * t * width
+            keys = row + 4 * get(a, 2) * size
+            elementwise.rms_norm(row, size, get(a, 2), size, get(a, 14), eps, row)
+            elementwise.rms_norm(keys, size, kv_heads, size, get(a, 15), eps, keys)
     elementwise.rotate(
         rows, width, size, count, turning, size // 2, get(a, 5) + angles, get(a, 6) + angles, turned
     )

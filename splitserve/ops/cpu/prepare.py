@@ -41,7 +41,7 @@ def _layer(zero: torch.Tensor, view: torch.Tensor) -> None:
     """One head, one token, a layer as small as can be."""
     square, wide = torch.zeros(LANES, LANES), torch.zeros(3 * LANES, LANES)
     norm, angle = torch.zeros(LANES), torch.zeros(1, LANES // 2)
-    layer = decoder.LayerWeights((wide, square, wide[: 2 * LANES], square), None, (norm, norm), 0)
+    layer = decoder.LayerWeights((wide, square, wide[: 2 * LANES], square), (norm, norm))
     rows = decoder.Rows(zero[None], (0,), (1,), zero, zero, 1)
     run = decoder.Decoder([layer], heads=1, kv_heads=1, size=LANES, eps=1e-5).begin(
         norm[None], (angle, angle), rows

@@ -19,7 +19,7 @@ from .elementwise import swiglu
 from .formats import BF16_ROWS, CODED, F16_ROWS, F32_ROWS, GROUP, SCALES_BYTES
 from .llvm import LANES
 from .outer import VECTOR_BYTES, finish_tile, outer_tile, pack_step
-from .vector import STRETCH, dot_tile
+from .vector import STRETCH, dot_tile, floats_at
 
 PANEL = 12  # rows of weights: three tiles of four or four of three; 27 KB of 576 numbers
 FEW = 4  # rows of inputs from which on pairs of weights are best, if those are to be widened
@@ -74,8 +74,11 @@ def _pairs(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scal
 
 
 @compiled(inline="always")
-def gated(form, x, x_stride, m, w, w_bytes, inner, n, k, out, out_stride, scales, scale_bytes):
-    """out[i, j] = silu(x[i] . w[j]) (x[i] . w[inner + j]) for n columns: a gate and what it lets through."""
+def gated(form, x, x_stride, m, w, w_bytes, inner, n, k, out, out_stride, scales, scale_bytes, bias, first):
+    """out[i, j] = silu(x[i] . w[j]) (x[i] . w[inner + j]) for n columns: a gate and what it lets through.
+
+    `bias`, of gates and then of the others, is added to either where it is not 0; column 0 is its number `first`.
+    """
     both = np.empty(2 * m * n, dtype=np.float32)
     for half in range(2):
         past = half * inner
@@ -83,6 +86,13 @@ def gated(form, x, x_stride, m, w, w_bytes, inner, n, k, out, out_stride, scales
             form, x, x_stride, m, w + past * w_bytes, w_bytes, n, k,
             both.ctypes.data + 4 * half * n, 2 * n, scales + past * scale_bytes, scale_bytes,
         )  # fmt: skip
+    if bias != 0:
+        o = floats_at(both.ctypes.data)
+        more = floats_at(bias)
+        for i in range(m):
+            for j in range(n):
+                o[2 * i * n + j] += more[first + j]
+                o[2 * i * n + n + j] += more[inner + first + j]
     swiglu(both.ctypes.data, m, n, out, out_stride)
 
 
