@@ -40,13 +40,17 @@ def ask(base_url: str) -> int:
         max_tokens=64,
         stream=True,
     )
-    for event in stream:
-        text = event.choices[0].delta.content if event.choices else None
-        if text:
-            first = first or time.perf_counter()
-            chunks += 1
-            answer += text
-            print(text, end="", flush=True)
+    try:
+        for event in stream:
+            text = event.choices[0].delta.content if event.choices else None
+            if text:
+                first = first or time.perf_counter()
+                chunks += 1
+                answer += text
+                print(text, end="", flush=True)
+    except APIError:
+        print(flush=True)  # what went wrong begins a line of its own
+        raise
     took = time.perf_counter() - begun
     print(f"\n({chunks} pieces, the first after {first - begun:.2f} s, all in {took:.2f} s)")
     return 0 if question != QUESTION or "Paris" in answer else 1

@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from splitserve import log
 from splitserve.config import RouterConfig
-from splitserve.errors import NotFound, Overloaded, PeerLost, SplitserveError
+from splitserve.errors import EngineLost, NotFound, Overloaded, PeerLost, SplitserveError
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
 from splitserve.net.upstream import Lost, Origin, Pool
 from splitserve.types import Role
 
 from .dialects import dialect
+from .failure import Failure
 from .fleet import Fleet, Member, Route
 from .heads import request_id
 from .leg import Leg
@@ -122,6 +123,17 @@ class Proxy:
         self.fleet.begin(route, features.num_blocks, self.now())
         self.chooser.chosen(route, features)
 
+    def blamed(self, told: Failure) -> None:
+        """A member has failed a try by its own fault; one that says its engine has died is not asked again."""
+        self.fleet.failed(told.member, self.now())
+        if told.code == EngineLost.code:
+            self._down(told.member, "its engine has died")
+
+    def _down(self, member: Member, why: str) -> None:
+        """Known before the next health check is due: what still runs looks for another engine at once."""
+        if self.fleet.unhealthy(member, why, certain=True):
+            _log.warning("%s at %s is down: %s", member.id, member.endpoint.url, why)
+
     def finished(self, relay: Relay, outcome: str) -> None:
         """Told by a relay, once, while its route still stands."""
         self._relays.discard(relay)
@@ -170,6 +182,8 @@ class Proxy:
         try:
             upstream = await pool.connect()
         except OSError as e:
+            if isinstance(e, ConnectionRefusedError):
+                self._down(leg.member, "nobody listens there")
             if not leg.ended:
                 reason = (
                     "no answer to the connection attempt"

@@ -328,7 +328,7 @@ class Relay:
         """One try has failed. Before the first byte: another try, or the answer; after it: go on, or an error event."""
         now = self._proxy.now()
         if told.blames:
-            self._proxy.fleet.failed(told.member, now)
+            self._proxy.blamed(told)
         if self._committed:
             if self._last:  # came together with the error event that ends this try
                 self._responder.write_raw(self._last)

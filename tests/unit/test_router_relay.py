@@ -476,7 +476,7 @@ def test_prefill_5xx_is_tried_again() -> None:
 
 def test_nobody_listens_any_more() -> None:
     async def run() -> None:
-        async with bench(whole(200, {}), completes(), health_interval_s=30.0) as b:
+        async with bench(whole(200, {}), completes(), health_interval_s=30.0, alone=False) as b:
             await b.decodes[0].die()
             start = asyncio.get_running_loop().time()
             answer = await b.ask(PROMPT)

@@ -70,6 +70,30 @@ def test_it_waits_for_an_engine_that_is_not_back_yet() -> None:
     go(run())
 
 
+@pytest.mark.parametrize("how", ["refused", "an error event"])
+def test_the_only_decode_engine_dies_and_prefill_goes_on_alone(how: str) -> None:
+    """Known from the connection, or from what the dying engine says: no health check is due."""
+
+    async def run() -> None:
+        breaks = continues(50, gap_s=0.01)
+        if how == "an error event":
+            breaks = continues(50, dies_after=5, error=ENGINE_LOST)
+        async with bench(continues(50), breaks, health_interval_s=20.0) as b:
+            asking = asyncio.create_task(b.ask(PROMPT))
+            if how == "refused":
+                await asyncio.sleep(0.2)
+                await b.decodes[0].die()
+            answer = await asking
+            assert answer.body == b"".join(tokens(50))
+            again = b.prefills[0].seen[-1].body
+            assert again["splitserve_resume"]["tokens"]
+            assert "bootstrap_room" not in again
+            metrics = b.router.proxy.metrics
+            assert (metrics.num_resumed, metrics.num_alone) == (1, 1)
+
+    go(run())
+
+
 def test_nobody_there_is_a_typed_error_within_a_second() -> None:
     async def run() -> None:
         async with bench(whole(200, {}), continues(500, gap_s=0.01)) as b:
