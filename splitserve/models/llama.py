@@ -188,6 +188,7 @@ class Llama:
         )
         run, pending = decoder.begin(x, table, rows), None
         for i, layer in enumerate(self._layers):
+            assert isinstance(layer.mlp, DenseFfn)  # as _decoder has seen
             seen = layer.attn.out.added(run.attention(i, fwd.states.view("kv", i), pending))
             pending = layer.mlp.down.added(run.ffn(i, seen))
             fwd.between_layers()
