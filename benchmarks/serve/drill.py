@@ -284,6 +284,8 @@ def main() -> None:
         deployment = Deployment(
             write_chat_checkpoint(Path(home) / "tiny"), name="drill", decodes=args.decodes
         )
+        # More deaths in two minutes than a service should have: a supervisor that gives up is another test's.
+        deployment.env["SPLITSERVE_DEPLOYMENT_MAX_RESTARTS"] = "100"
         deployment.up()
         try:
             result = asyncio.run(run(deployment, args))
