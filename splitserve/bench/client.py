@@ -51,9 +51,7 @@ class Asking:
         self._refusal = b""
         self._last_s = 0.0
         self._told_end = False
-        self.unheard = (
-            False  # the server had closed the connection, as some do after each answer: to be asked again
-        )
+        self.unheard = False  # the server had closed the connection, as some do after each answer: ask again
         self.over = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: RawHeaders) -> None:  # noqa: ARG002

@@ -229,7 +229,9 @@ def choose(
 
 
 def _time(reduce: Reduce, x: torch.Tensor, *, calls: int = 16, repeats: int = 5) -> float:
-    """Microseconds of one call inside a CUDA graph, as decoding makes it: the best of `repeats`, since disturbances only add."""
+    """Microseconds of one call inside a CUDA graph, as decoding makes it: the best of `repeats`, since disturbances only
+    add.
+    """
     stream = torch.cuda.Stream(x.device)
     with torch.cuda.stream(stream):
         reduce(x)

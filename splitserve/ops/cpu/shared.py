@@ -31,7 +31,7 @@ LEAST = 1 << 17
 PIECES = 4  # for each thread: fewer leave more waiting at the end, more cost more counting
 MANY_PIECES = 16  # ... where a piece of one unit takes long enough, as in products of many rows
 _AT_FIRST = (
-    7  # eighths of a thread's share of a product with few rows are one piece: a long stream from memory
+    7  # eighths of a thread's share of a product with few rows, in one piece: a long stream from memory
 )
 MOST_PARTS = 16  # of one attention: each has scores of its own
 ROWS = 8  # of an elementwise loop that are one piece at least

@@ -51,22 +51,31 @@ class _Form(NamedTuple):
     held: Any  # the kernel, whose number is in the key, and what Triton unloads when nobody holds it
 
 
-class _Kinds(dict[int, int]):
-    """Sizes by what Triton makes of them: 1, or the width of their type, negative for multiples of 16."""
+def _width(size: int) -> int:
+    """Bits of the type that Triton gives a size."""
+    return next((b for b in (32, 64) if -(1 << b - 1) <= size < 1 << b - 1), 65)
+
+
+def _kind(size: int) -> int:
+    """What Triton makes of a size that it specialises: 1, or the width of its type, negative for multiples of 16."""
+    return 1 if size == 1 else _width(size) if size % ALIGNED else -_width(size)
+
+
+class _Remembered(dict[int, int]):
+    """Of sizes that were met, what `work` says of them: a look-up is what a launch has time for."""
+
+    def __init__(self, work: Callable[[int], int]) -> None:
+        super().__init__()
+        self._work = work
 
     def __missing__(self, size: int) -> int:
         if len(self) >= MOST_SIZES:
             self.clear()
-        width = _width(size)
-        kind = self[size] = 1 if size == 1 else width if size % ALIGNED else -width
-        return kind
+        found = self[size] = self._work(size)
+        return found
 
 
-def _width(size: int) -> int:
-    return next((b for b in (32, 64) if -(1 << b - 1) <= size < 1 << b - 1), 65)
-
-
-_kinds = _Kinds()
+_kinds, _widths = _Remembered(_kind), _Remembered(_width)
 
 
 class _Places:
@@ -125,7 +134,7 @@ class Forms:
         device = active.get_current_device()
         key = (
             device, places, devices, askew, tuple(map(_dtype, tensors)),
-            tuple(map(_kinds.__getitem__, places.sizes(args))), _widest(places.widths(args)),
+            tuple(map(_kinds.__getitem__, places.sizes(args))), tuple(map(_widths.__getitem__, places.widths(args))),
             tuple(constants), tuple(constants.values()),
         )  # fmt: skip
         form = self._forms.get(key)
@@ -156,13 +165,6 @@ class Forms:
         self._forms[key] = _Form(
             compiled.run, compiled.function, compiled.packed_metadata, tail, (kernel, compiled)
         )
-
-
-def _widest(sizes: tuple[int, ...]) -> Any:
-    """What Triton makes of sizes that are not specialised: nothing but their types, 32 bits nearly always."""
-    if all(-(1 << 31) <= size < (1 << 31) - 1 for size in sizes):
-        return 32
-    return tuple(map(_width, sizes))
 
 
 def _idle() -> bool:

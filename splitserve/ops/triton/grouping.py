@@ -4,8 +4,9 @@
                              expert_of [blocks]       whose block it is, -1 for blocks that are not needed
 
 The number of blocks is an upper bound, known without reading the device; places of blocks that are not needed hold
-anything. One token's pairs are blocks as they stand. Of a few pairs every program counts all and places some; many are counted in chunks, whose counts are added up
-by one program, and placed by as many. Order inside an expert is that of the pairs.
+anything. One token's pairs are blocks as they stand. Of a few pairs every program counts all and places some; many are
+counted in chunks, whose counts are added up by one program, and placed by as many. Order inside an expert is that of
+the pairs.
 """
 
 from __future__ import annotations

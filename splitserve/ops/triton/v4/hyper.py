@@ -235,7 +235,8 @@ def hc_expand(
     if SPLITS:
         mine, step = parts + token * 32, num_tokens * 32
         gates, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
-        # What was read so far is older than the kernel before this one, which began only after its writers had ended.
+        # What was read so far is many kernels old. The one before this may not have begun its work (follow_briefly), but
+        # the one before that had waited for its own forerunner when this one was let start.
         follow()
     if RANKS > 1:
         pair = tl.program_id(1) * (BD // 2) + tl.arange(0, BD // 2)
@@ -402,9 +403,8 @@ def _expand(
     ranks, mail = 1, (post, post, 0, 0)
     if mailbox is not None:
         y, ranks = y.view(torch.int32), mailbox.size
-        columns = (
-            COLUMNS if ranks <= 4 else COLUMNS // 2
-        )  # a mailbox and its addresses for each take registers
+        if ranks > 4:  # each rank's place takes registers
+            columns //= 2
         mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
     launch(
         hc_expand, (tokens, cdiv(size, columns)),

@@ -98,7 +98,9 @@ def index_scores(
     q_lens: Sequence[int],  # tokens of each sequence in q, in order
     scale: float = 1.0,  # of the weights
 ) -> torch.Tensor:  # [T, entries that the pages hold] float32, -inf where not visible
-    """Twin of ref.v4.index_scores, which takes weights scaled; as wide as the pages allow, so that nothing is read back from the device."""
+    """Twin of ref.v4.index_scores, which takes weights scaled; as wide as the pages allow, so that nothing is read back
+    from the device.
+    """
     tokens, heads, dim = q.shape
     one = tokens == len(q_lens)
     seq_of = num_visible if one else _sequences(q_lens, q.device)
