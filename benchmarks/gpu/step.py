@@ -1,4 +1,4 @@
-"""A model's steps on one GPU or on a tensor parallel group: decoding replayed from CUDA graphs, prefill as it comes.
+"""A model's steps on one GPU or on a tensor parallel group: decoding replayed from CUDA graphs, prompts in pieces.
 
     python -m benchmarks.gpu.step [--model deepseek|llama] [--layers N] [--tp N] [--batches 1,8,16,64] [--context N]
                                   [--prefill 2048,8192] [--profile 1,64] [--check] [--keep NAME]
@@ -6,7 +6,8 @@
 Weights are random at full shapes. One prompt of `--context` tokens is computed and its state copied to every sequence;
 each step then gets random tokens, so that experts are drawn independently. The bound of a decode step is the bytes that
 it must touch (weights of the experts that were really chosen, counted; keys and values) over what this device copies.
-`--check` compares T1, a small model of the real head sizes, with the reference on the CPU first.
+`--check` compares T1, a small model of the real head sizes, with the reference on the CPU first. `--alone` runs rank 0
+of the group by itself: what its kernels take, without sums.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.measure import keep, spread
 from splitserve.dist import peers
 from splitserve.dist.group import SoloGroup, TorchGroup, make_group
 from splitserve.engine import batch
+from splitserve.engine.pieces import Pieces
 from splitserve.engine.replay import Replay, Replayed
 from splitserve.engine.step import Chunk, Step
 from splitserve.engine.warm import plans, warm_up
@@ -54,6 +56,16 @@ BYTES_PER_S = 4.2e12  # of an H200, reads and writes together, as measured
 LLAMA = ModelConfig("llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 1e-5, Rope(500000.0))
 
 
+class Alone(SoloGroup):
+    """Rank 0 of a group whose others are not there: a sum is its own part."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim)
+
+
 class Bench:
     """One rank."""
 
@@ -61,7 +73,7 @@ class Bench:
         self.args = args
         self.device = torch.device("cuda", rank if torch.cuda.device_count() > rank else 0)
         torch.cuda.set_device(self.device)
-        self.tp: Any = make_group(rank, args.tp, port=port, device="cuda")
+        self.tp: Any = Alone(args.tp) if args.alone else make_group(rank, args.tp, port=port, device="cuda")
         if args.sums == "auto" and isinstance(self.tp, TorchGroup):
             self.tp = peers.join(self.tp, self.device, shared=False)
         self.lead = rank == 0
@@ -93,6 +105,14 @@ class Bench:
         )
         self.spare = list(range(1 + self.most * per_seq, 1 + self.most * per_seq + more))
         self.draw = random.Random(7)
+        self.pieces: Pieces | None = None
+
+    def record_prompts(self, most: int, sizes: Sequence[int] = ()) -> float:
+        """From now on passes of up to `most` tokens are taken apart."""
+        self.pieces = Pieces(self.model, device=self.device, most=most)
+        if sizes:
+            self.pieces._sizes = tuple(sorted(sizes))
+        return self.pieces.prepare()
 
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.draw.randrange(self.cfg.vocab) for _ in range(count))
@@ -122,10 +142,11 @@ class Bench:
             device=self.device,
             between_layers=lambda: None,
         )
-        return self.model.forward(fwd)
+        served = self.pieces is not None and len(fwd.tokens) <= self.pieces.most
+        return (self.pieces if served else self.model).forward(fwd)
 
     def prefill(self, length: int) -> dict[str, float]:
-        """Milliseconds, each a whole prompt in one chunk; the first also compiles."""
+        """Milliseconds, each a whole prompt in one chunk; the first may also compile."""
         times = []
         for _ in range(4):
             torch.cuda.synchronize()
@@ -145,8 +166,9 @@ class Bench:
             has_slots=True,
             step_tokens=2048,
         )
+        recording = self.record_prompts(2048)
         seconds = warm_up(
-            self.model.forward, self.pool, list(steps), tp=self.tp, device=self.device, page_tokens=PAGE
+            self.pieces.forward, self.pool, list(steps), tp=self.tp, device=self.device, page_tokens=PAGE
         )
         found: list[float] = []
         again: list[float] = []
@@ -173,6 +195,7 @@ class Bench:
         on_compile(None)
         found.sort()
         return {
+            "recording_s": recording,
             "warm_up_s": seconds,
             "first_over_second": spread(found),
             "p99": found[int(0.99 * count)],
@@ -355,8 +378,13 @@ def _run_t1(model: Any, cfg: Any, device: str, dtype: str) -> dict[str, torch.Te
             batch.in_forward_order(Step(0, tuple(chunks(counts)))), {}, page_tokens=PAGE, states=pool, tp=SoloGroup(),
             device=torch.device(device), between_layers=lambda: None,
         )  # fmt: skip
-        return model.forward(fwd).float().cpu()
+        return apart(fwd).float().cpu()
 
+    apart = model.forward
+    if device == "cuda":
+        pieces = Pieces(model, device=torch.device(device), most=1024)
+        pieces.prepare()
+        apart = pieces.forward
     out["two prompts"] = forward((600, 130))
     out["chunks that go on"] = forward((7, 21))
     out["single tokens"] = forward((1, 1))
@@ -397,9 +425,12 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
     if args.unseen:
         result["unseen"] = bench.unseen(args.unseen)
         say(f"{args.unseen} unseen shapes: {result['unseen']}")
-    for length in args.prefill:
-        result[f"prefill {length}"] = bench.prefill(length)
-        say(f"prefill {length}: {result[f'prefill {length}']}")
+    for way in ("one by one", "in pieces") if args.prefill else ():
+        if way == "in pieces":
+            say(f"prompts recorded in {bench.record_prompts(max(args.prefill), args.prefill):.1f} s")
+        for length in args.prefill:
+            found = result[f"prefill {length} {way}"] = bench.prefill(length)
+            say(f"prefill {length} {way}: {found}")
     bench.fill()
     replay, seconds = bench.replay()
     result["prepare_s"] = seconds
@@ -426,6 +457,8 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
     if bench.lead and args.keep:
         say(f"kept in {keep(args.keep, result)}")
     replay.close()
+    if bench.pieces:
+        bench.pieces.close()
     bench.tp.close()
 
 
@@ -433,7 +466,7 @@ def main() -> int:
     args = parser().parse_args()
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
-    if args.tp == 1:
+    if args.tp == 1 or args.alone:
         run(0, args, port)
     else:
         torch.multiprocessing.spawn(run, (args, port), nprocs=args.tp)
@@ -449,6 +482,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=("deepseek", "llama"), default="deepseek")
     p.add_argument("--layers", type=int, default=36, help="of DeepSeek-V4-Flash")
     p.add_argument("--tp", type=int, default=1)
+    p.add_argument(
+        "--alone", action="store_true", help="rank 0 of the group without the others, nothing is summed"
+    )
     p.add_argument("--batches", type=numbers, default=(1, 8, 16, 64))
     p.add_argument("--context", type=int, default=4096)
     p.add_argument("--max-len", type=int, default=8192)

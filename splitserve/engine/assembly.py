@@ -29,12 +29,11 @@ from splitserve.engine.lifetimes import Lifetimes
 from splitserve.engine.limits import Limits
 from splitserve.engine.link import ServerLink
 from splitserve.engine.loop import GPU_HANDOFF_POLL_S, Loop
-from splitserve.engine.replay import Replay, replayable
+from splitserve.engine.ready import Readiness
 from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.throttle import Launches, Throttled
 from splitserve.engine.transfers import Transfers
-from splitserve.engine.warm import plans, warm_up, warn_of_compiling
 from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
@@ -293,45 +292,8 @@ class Builder:
         )
 
     def _ready(self, runner: Runner, model: Model, pool: Pool, group: TpGroup, sized: Sized) -> None:
-        """On a GPU: compile what prompts need, and record decoding for every batch size; guesses do without graphs."""
-        if not replayable(model, self.device):
-            return
-        steps = plans(
-            page_tokens=self.config.page_tokens,
-            num_pages=sized.num_pages,
-            max_len=sized.max_len,
-            has_slots=sized.num_slots > 0,
-            step_tokens=self.config.step_tokens,
-        )
-        seconds = warm_up(
-            model.forward,
-            pool,
-            list(steps),
-            tp=group,
-            device=self.device,
-            page_tokens=self.config.page_tokens,
-            progress=lambda done: self.say("kernels", done),
-        )
-        _log.info("kernels of prompts are ready, in %.1f s", seconds)
-        if self.config.role != "prefill" and not self.drafts:
-            self._record(runner, model, pool, group, sized)
-        warn_of_compiling()
-
-    def _record(self, runner: Runner, model: Model, pool: Pool, group: TpGroup, sized: Sized) -> None:
-        """Decoding of every batch size as graphs."""
-        replay = Replay(
-            model,
-            pool,
-            page_tokens=self.config.page_tokens,
-            tp=group,
-            device=self.device,
-            max_seqs=self.config.max_seqs,
-            max_len=sized.max_len,
-        )
-        self.closing.callback(replay.close)
-        seconds = replay.prepare(lambda done: self.say("graphs", done))
-        _log.info("decoding is recorded for up to %d sequences, in %.1f s", replay.most, seconds)
-        runner.replay = replay
+        readiness = Readiness(self.config, sized, model=model, pool=pool, tp=group, device=self.device)
+        readiness.reach(runner, self.closing, self.say)
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(tokenizer.load(self.source.path), self.cfg.vocab)

@@ -18,6 +18,7 @@ import torch
 
 from splitserve.engine import batch, drafting
 from splitserve.engine.constraint import Constraints
+from splitserve.engine.pieces import Pieces
 from splitserve.engine.replay import Replay, Replayed, plain, suits
 from splitserve.engine.sampler import log_softmax_rows, sample
 from splitserve.engine.step import Chunk, Row, Sampled, Step, StepResult
@@ -70,6 +71,7 @@ class Runner:
     ) -> None:
         """`drafter` is the model once more, where it is to guess tokens ahead."""
         self.replay: Replay | None = None
+        self.pieces: Pieces | None = None
         self._under_way: Replayed | None = None
         self._settled_at = 0.0
         self._model = model
@@ -142,10 +144,11 @@ class Runner:
             device=self._device,
             between_layers=self._between_layers,
         )
+        pieces = self.pieces if self.pieces and len(fwd.tokens) <= self.pieces.most else None
         if self._drafter is None:
-            sampled = self._sample(chunks, self._model.forward(fwd))
+            sampled = self._sample(chunks, (pieces or self._model).forward(fwd))
         else:
-            streams = self._drafter.streams(fwd)
+            streams = pieces.run(fwd) if pieces else self._drafter.streams(fwd)
             sampled = self._sample(chunks, self._drafter.logits(streams[fwd.logit_rows]))
             sampled = drafting.propose(
                 self._drafter, chunks, fwd, streams, sampled, constraints=self._constraints

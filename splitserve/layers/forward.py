@@ -50,6 +50,18 @@ class Mark(NamedTuple):
     unit: int
 
 
+class Cut(Protocol):
+    """Where a pass is taken apart: `work` reads the state and may ask how long sequences are, all else asks only how
+    many tokens there are, and can be recorded (engine/pieces.py).
+    """
+
+    def __call__(self, made: Any, work: Callable[[Any, Forward, Any], torch.Tensor]) -> torch.Tensor:
+        """`work(made, fwd, step)`, shaped like made[0]; `made` is a tuple of tensors [T, ...] or None, `step` what the
+        model works out once for all layers of a pass.
+        """
+        ...
+
+
 def _nothing() -> None:
     return None
 

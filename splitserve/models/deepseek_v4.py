@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.layers.forward import Forward, Group
+from splitserve.layers.forward import Cut, Forward, Group
 from splitserve.layers.linear import Embedding
 from splitserve.layers.v4 import kernels as plain_kernels
 from splitserve.layers.v4.attention import Attention
@@ -25,7 +25,7 @@ from splitserve.layers.v4.compressor import Compressor, bias_rows
 from splitserve.layers.v4.experts import Experts
 from splitserve.layers.v4.hyper import HyperConnection, HyperHead
 from splitserve.layers.v4.indexer import Indexer
-from splitserve.layers.v4.kernels import Gate, Weight
+from splitserve.layers.v4.kernels import Gate, Table, Weight
 from splitserve.layers.v4.plan import RopeFrequencies, StepPlan, plan_step
 from splitserve.ops.ref.v4 import Mxfp4, Tiles
 from splitserve.weights.load import DTYPES
@@ -50,6 +50,10 @@ class Layer:
     def __call__(self, streams: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
         streams = self.hc_attn(streams, lambda x: self.attn(x, fwd, plan))
         return self.hc_ffn(streams, lambda x: self.ffn(x, fwd.tokens))
+
+    def trunk(self, streams: torch.Tensor, tokens: torch.Tensor, table: Table, cut: Cut) -> torch.Tensor:
+        streams = self.hc_attn(streams, lambda x: self.attn.trunk(x, table, cut))
+        return self.hc_ffn(streams, lambda x: self.ffn(x, tokens))
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,24 @@ class DeepseekV4:
     @torch.inference_mode()
     def streams(self, fwd: Forward) -> torch.Tensor:
         """[T, streams, hidden] after the last layer: what logits, and drafts, are made from."""
-        plan = self._plan(fwd, self.cfg.ratios[: self.cfg.num_layers])
+        plan = self.begin(fwd)
         streams = self._embed(fwd.tokens)[:, None].repeat(1, self.cfg.streams, 1)
         for layer in self._layers:
             streams = layer(streams, fwd, plan)
             fwd.between_layers()
+        return streams
+
+    def begin(self, fwd: Forward) -> Callable[[], StepPlan]:
+        """What all layers of a pass share."""
+        return self._plan(fwd, self.cfg.ratios[: self.cfg.num_layers])
+
+    @torch.inference_mode()
+    def trunk(self, tokens: torch.Tensor, positions: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """`streams`, but for what is left to `cut` in every layer; `tokens` and `positions` are [T] int64."""
+        tables = [plain_kernels.rope_table(positions, self._rope.of(ratio)) for ratio in (SWA, CSA)]
+        streams = self._embed(tokens)[:, None].repeat(1, self.cfg.streams, 1)
+        for layer in self._layers:
+            streams = layer.trunk(streams, tokens, tables[layer.attn.ratio != SWA], cut)
         return streams
 
     @torch.inference_mode()

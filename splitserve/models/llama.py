@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from splitserve.layers.attention import AttentionPlan, attend, plan_attention
-from splitserve.layers.forward import Forward, Group
+from splitserve.layers.forward import Cut, Forward, Group
 from splitserve.layers.linear import ColumnLinear, Embedding, Head, RowLinear
 from splitserve.ops.choose import kernels
 from splitserve.ops.ref.coded import Coded, Weight
@@ -35,6 +35,7 @@ from .shares import check_decoder
 _COMPILING = 0.3  # of a start, where nothing was compiled before
 
 Table = tuple[torch.Tensor, torch.Tensor]
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [T, heads, head_dim] each
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Attention:
     ops: ModuleType
 
     def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
+        return self.out(self.over(self.made(x, table), fwd, plan))
+
+    def made(self, x: torch.Tensor, table: Table) -> Made:
+        """Of [T, hidden]: queries, keys and values, normed and turned."""
         ops = self.ops
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         turned, v = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
@@ -58,8 +63,12 @@ class Attention:
             q, k = ops.rms_norm(q, self.q_norm, self.eps), ops.rms_norm(k, self.k_norm, self.eps)
             turned = torch.cat((q, k), dim=1)
         turned = ops.rotate(turned, table)
-        q, k = turned[:, : -self.kv_heads], turned[:, -self.kv_heads :]
-        return self.out(attend(q, k, v, fwd, plan=plan, layer=self.layer))
+        return turned[:, : -self.kv_heads], turned[:, -self.kv_heads :], v
+
+    def over(self, made: Made, fwd: Forward, plan: AttentionPlan) -> torch.Tensor:
+        """Keep keys and values, and attend: [T, heads * head_dim]."""
+        q, k, v = made
+        return attend(q, k, v, fwd, plan=plan, layer=self.layer)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,15 @@ class Layer:
     ops: ModuleType
 
     def __call__(self, x: torch.Tensor, fwd: Forward, table: Table, plan: AttentionPlan) -> torch.Tensor:
-        seen = self.attn(self.ops.rms_norm(x, self.attn_norm, self.eps), fwd, table, plan)
+        return self._rest(x, self.attn(self.ops.rms_norm(x, self.attn_norm, self.eps), fwd, table, plan))
+
+    def trunk(self, x: torch.Tensor, table: Table, cut: Cut) -> torch.Tensor:
+        """As a call, but for what is left to `cut`."""
+        made = self.attn.made(self.ops.rms_norm(x, self.attn_norm, self.eps), table)
+        out = cut(made, lambda made, fwd, plans: self.attn.over(made, fwd, plans[self.window]))
+        return self._rest(x, self.attn.out(out.flatten(1)))
+
+    def _rest(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         x, normed = self.ops.add_rms_norm(x, seen, self.mlp_norm, self.eps)
         return x + self.mlp(normed)
 
@@ -168,17 +185,34 @@ class Llama:
     @torch.inference_mode()
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32, the same on every rank; the new rows are in the pages afterwards."""
-        ops = self._ops
-        table = ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
+        table = self._ops.rope_table(fwd.positions, self._inverse, self._rope_scale)
         x = self._embed(fwd.tokens).to(self.dtype)
         if self._decoder is not None:
             x = self._through(self._decoder, x, table, fwd)
         else:
-            plans = {w: plan_attention(fwd, ops, window=w) for w in {layer.window for layer in self._layers}}
+            plans = self.begin(fwd)
             for layer in self._layers:
                 x = layer(x, fwd, table, plans[layer.window])
                 fwd.between_layers()
-        return self._head(ops.rms_norm(x[fwd.logit_rows], self._norm, self.cfg.eps))
+        return self.logits(x[fwd.logit_rows])
+
+    def begin(self, fwd: Forward) -> dict[int, AttentionPlan]:
+        """How the layers of each window read their pages in this pass."""
+        return {w: plan_attention(fwd, self._ops, window=w) for w in {layer.window for layer in self._layers}}
+
+    @torch.inference_mode()
+    def trunk(self, tokens: torch.Tensor, positions: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """[T, hidden]: the layers, but for what is left to `cut` in each; `tokens` and `positions` are [T] int64."""
+        table = self._ops.rope_table(positions, self._inverse, self._rope_scale)
+        x = self._embed(tokens).to(self.dtype)
+        for layer in self._layers:
+            x = layer.trunk(x, table, cut)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab] float32."""
+        return self._head(self._ops.rms_norm(x, self._norm, self.cfg.eps))
 
     def _through(self, decoder: Any, x: torch.Tensor, table: Table, fwd: Forward) -> torch.Tensor:
         """All layers, each in two calls (ops/cpu/decoder.py)."""

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from splitserve.layers.forward import Forward
+from splitserve.layers.forward import Cut, Forward
 
 from . import kernels
 from .compressor import Compressor
 from .indexer import Indexer
 from .plan import Near, StepPlan
+
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Queries [T, heads, head_dim], latents [T, head_dim], the queries' latents [T, q_lora], rows for the compressors."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,59 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]: this rank's part of the sum."""
-        ops, tokens, lora = self.ops, x.shape[0], self.q_norm.shape[0]
-        heads, d = self.sink.shape[0], self.kv_norm.shape[0]
-        rows = ops.beside(tokens, lambda: self._compress(x, fwd, plan))
-        both = ops.linear(x, self.qkv_a)
-        q_latent, kv = ops.rms_norm(both[:, :lora], self.q_norm, self.eps), both[:, lora:]
-
+        ops, tokens = self.ops, x.shape[0]
+        head_weights = ops.beside(tokens, lambda: self._compress(self._rows(x), fwd, plan))
+        q_latent, kv = self._down(x)
         rating = ops.beside(tokens, lambda: self._rating(q_latent, plan), lane=1)
-        far = ops.beside(tokens, lambda: self._chosen(rows(), rating(), fwd, plan))
-        q = ops.linear(q_latent, self.q_b).view(tokens, heads, d)
-        table = plan().tables[self.ratio]
-        q = ops.rms_norm_rotate(q, None, self.eps, table)
-        kv = ops.rms_norm_rotate(kv.unsqueeze(1), self.kv_norm, self.eps, table).squeeze(1)
+        far = ops.beside(tokens, lambda: self._chosen(head_weights(), rating(), fwd, plan))
+        q, kv = self._up(q_latent, kv, lambda: plan().tables[self.ratio])
         near = self._window(kv, fwd, plan().near)
-        out = ops.attend(q, near, far(), self.sink, scale=d**-0.5, rope_dim=self.rope_dim, turn_back=table)
-        mixed = ops.grouped_linear(out.reshape(tokens, self.groups, -1), self.out_a)
-        part: torch.Tensor = ops.linear(mixed, self.out_b)
+        return self._leave(self._attend(q, near, far(), plan))
+
+    def trunk(self, x: torch.Tensor, table: kernels.Table, cut: Cut) -> torch.Tensor:
+        """As a call; state, and what depends on more than the number of tokens, is left to `cut`."""
+        return self._leave(cut(self._made(x, table), self._over))
+
+    def _made(self, x: torch.Tensor, table: kernels.Table) -> Made:
+        q_latent, kv = self._down(x)
+        return (*self._up(q_latent, kv, lambda: table), q_latent, self._rows(x))
+
+    def _over(self, made: Made, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
+        """Keep what `_made` gave and attend: [T, heads, head_dim]."""
+        q, kv, q_latent, rows = made
+        far = self._chosen(self._compress(rows, fwd, plan), self._rating(q_latent, plan), fwd, plan)
+        return self._attend(q, self._window(kv, fwd, plan().near), far, plan)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the compressors read, and how much each head of the indexer counts: [T, ...] float32."""
+        return None if self.rows is None else self.ops.linear_f32(x, self.rows)
+
+    def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, q_lora] and [T, head_dim]: the queries' latent, normed, and the keys'."""
+        both, lora = self.ops.linear(x, self.qkv_a), self.q_norm.shape[0]
+        return self.ops.rms_norm(both[:, :lora], self.q_norm, self.eps), both[:, lora:]
+
+    def _up(
+        self, q_latent: torch.Tensor, kv: torch.Tensor, table: Callable[[], kernels.Table]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, heads, head_dim] and [T, head_dim], normed and turned; `table` is asked for behind the product."""
+        ops, tokens = self.ops, len(q_latent)
+        q = ops.linear(q_latent, self.q_b).view(tokens, self.sink.shape[0], self.kv_norm.shape[0])
+        q = ops.rms_norm_rotate(q, None, self.eps, table())
+        return q, ops.rms_norm_rotate(kv.unsqueeze(1), self.kv_norm, self.eps, table()).squeeze(1)
+
+    def _attend(
+        self, q: torch.Tensor, near: kernels.Rows, far: kernels.Rows | None, plan: Callable[[], StepPlan]
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.ops.attend(
+            q, near, far, self.sink,
+            scale=q.shape[-1] ** -0.5, rope_dim=self.rope_dim, turn_back=plan().tables[self.ratio],
+        )  # fmt: skip
+        return out
+
+    def _leave(self, out: torch.Tensor) -> torch.Tensor:
+        mixed = self.ops.grouped_linear(out.reshape(len(out), self.groups, -1), self.out_a)
+        part: torch.Tensor = self.ops.linear(mixed, self.out_b)
         return part
 
     def _rating(self, q_latent: torch.Tensor, plan: Callable[[], StepPlan]) -> torch.Tensor | None:
@@ -80,12 +120,13 @@ class Attention:
         ops.write_rows(ring, rows.index_select(0, save.token), save.slot, save.row)
         return kernels.Rows(both.unsqueeze(0), near.index)
 
-    def _compress(self, x: torch.Tensor, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor | None:
+    def _compress(
+        self, rows: torch.Tensor | None, fwd: Forward, plan: Callable[[], StepPlan]
+    ) -> torch.Tensor | None:
         """Complete and keep this step's entries. The rest of the rows is the indexer's: how much each head counts."""
-        if self.compressor is None or self.rows is None:
+        if self.compressor is None or rows is None:
             return None
         compression = plan().compression()[self.ratio]
-        rows = self.ops.linear_f32(x, self.rows)
         mine = self.compressor.width
         self.compressor(rows[:, :mine], fwd, compression)
         if self.indexer is None:

@@ -102,15 +102,14 @@ def _plan_near(fwd: Forward, window: int) -> Near:
         unseen = (row > fwd.positions[:, None]) | (fwd.slots < 0)[:, None]
         index = (fwd.slots[:, None] * window + row).masked_fill(unseen, -1)
         return Near(index, True, _save_rows(fwd, window))
-    lens, stops = np.asarray(fwd.q_lens), np.asarray(fwd.kv_lens)
-    seq = np.repeat(np.arange(len(lens)), lens)
-    starts = stops - lens
-    position = np.arange(lens.sum()) - (np.cumsum(lens) - lens - starts)[seq]
-    key = position[:, None] - np.arange(window)
-    new = key - starts[seq, None] + (np.cumsum(lens) - lens)[seq, None] + len(lens) * window
+    # On the device: a number for each token and row takes the host longer than a layer takes a GPU.
+    seq, first = _sequences(fwd.q_lens, device), fwd.q_start[:-1]
+    start = fwd.positions[first][seq, None]
+    key = fwd.positions[:, None] - torch.arange(window, device=device)
+    new = key - start + first[seq, None] + len(fwd.q_lens) * window
     old = seq[:, None] * window + key % window
-    either = np.where(key < 0, -1, np.where(key >= starts[seq, None], new, old))
-    return Near(torch.from_numpy(either).to(device), False, _save_rows(fwd, window))
+    index = torch.where(key >= start, new, old).masked_fill(key < 0, -1)
+    return Near(index, False, _save_rows(fwd, window))
 
 
 def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies) -> Compression:
