@@ -35,12 +35,22 @@ from splitserve.ops.triton import (
     v4,
 )
 from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, multiply, quantise_rows, round_rows
-from splitserve.ops.triton.v4 import compress, experts, hyper, indexer, rows, singles, sparse, sparse_few
+from splitserve.ops.triton.v4 import (
+    compress,
+    experts,
+    hyper,
+    indexer,
+    rows,
+    singles,
+    sinkhorn,
+    sparse,
+    sparse_few,
+)
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
-    compress, experts, hyper, indexer, rows, singles, sparse, sparse_few,
+    compress, experts, hyper, indexer, rows, singles, sinkhorn, sparse, sparse_few,
 )  # fmt: skip
 """The modules that define kernels."""
 

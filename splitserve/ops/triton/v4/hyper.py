@@ -1,13 +1,13 @@
 """Hyper-connections: four residual streams, mixed by weights that depend on the token.
 
     mix        program (tokens, split): part of fn . streams, and of the sum of squares
-    collapse   program (token, columns): coefficients from the parts, the weighted sum of the streams; Sinkhorn
+    collapse   program (token, columns): coefficients from the parts, the weighted sum of the streams, and its norm
     expand     program (token, columns): what a sub-layer gave, and the old streams, into the new ones
 
 Sinkhorn's rounds follow one another and take longer than all else, and nobody needs what comes of them before a
-sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer. It also adds up
-what the ranks of a group found, where they can write to each other's memory (exchange.py): then a sum between ranks is
-no kernel of its own.
+sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer;
+of many they are a kernel (sinkhorn.py). `expand` also adds up what the ranks of a group found, where they can write to
+each other's memory (exchange.py): then a sum between ranks is no kernel of its own.
 
 fn is float32. Its products are exact: it is taken apart into three bf16 numbers, and streams are bf16 already.
 """
@@ -28,7 +28,7 @@ from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.exchange import Mailbox, add_ranks
 from splitserve.ops.triton.overlap import follow
 
-from .dense import rms_norm
+from .sinkhorn import column, hc_gates, mixture, root_of
 
 STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
@@ -81,19 +81,6 @@ def hc_mix(
     tl.store(into, tl.where(m == M, squares[:, None], sums), mask=here & (m <= M))
 
 
-@triton.jit
-def _column(parts, at, step, SPLITS: tl.constexpr):
-    """[n] sums over splits of parts[:, at]."""
-    split = tl.arange(0, SPLITS)[:, None]
-    return tl.sum(tl.load(parts + split * step + at[None, :]), 0)
-
-
-@triton.jit
-def _root(parts, step, size, norm_eps, M: tl.constexpr, SPLITS: tl.constexpr):
-    """One over the root mean square of `size` numbers."""
-    return 1.0 / tl.sqrt(tl.sum(tl.load(parts + tl.arange(0, SPLITS) * step + M), 0) / size + norm_eps)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def hc_collapse(
     streams,  # [T, N, D]
@@ -101,109 +88,33 @@ def hc_collapse(
     base,  # [M] float32
     scale,  # [3] float32, or [1] where HEAD
     x,  # [T, D]
-    post,  # [T, N] float32; where there is a program for it
-    comb,  # [T, N, N] float32; likewise
     norm,  # [D] float32; NORM only
     num_tokens, D, eps, norm_eps,
-    ITERS: tl.constexpr,
     HEAD: tl.constexpr,
     NORM: tl.constexpr,  # x is normed too: a program has a token's whole row
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    # grid: [T, ceil(D / BD)], and where they are wanted one more program of each token, for post and comb
+    # grid: [T, ceil(D / BD)]
     token = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     mine, step = parts + token * 32, num_tokens * 32
     M: tl.constexpr = N if HEAD else 2 * N + N * N
-    first = tl.program_id(1) * BD
-    col = first + tl.arange(0, BD)
+    col = tl.program_id(1) * BD + tl.arange(0, BD)
     # Streams are older than the kernel before this one, which began only after their writer had ended.
     old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
     if NORM:
         weight = tl.load(norm + col, mask=col < D, other=0.0)
     follow()
-    if first < D:
-        root = _root(mine, step, N * D, norm_eps, M, SPLITS)
-        pre = _column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
-        pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
-        one = tl.sum(old.to(tl.float32) * pre[:, None], 0)
-        if NORM:  # of what a kernel by itself would have been given
-            one = one.to(old.dtype).to(tl.float32)
-            one *= weight / tl.sqrt(tl.sum(one * one, 0) / D + norm_eps)
-        tl.store(x + token * D + col, one, mask=col < D)
-    if not HEAD and first >= D:
-        gate, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
-        tl.store(post + token * N + n, gate)
-        for k in tl.static_range(N):
-            tl.store(comb + (token * N + n) * N + k, columns[k])
-
-
-@triton.jit
-def _mixture(
-    mine,  # a token's parts: [SPLITS, 32], `step` apart
-    base, scale, step, size, eps, norm_eps,
-    ITERS: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """post [N] and the columns of comb, each [N]: softmax, then ITERS rounds of dividing columns and rows by their sums.
-
-    comb's rounds are written out for numbers, since sums over parts of so small a tensor cost more than all of it.
-    """
-    tl.static_assert(N == 4)
-    n = tl.arange(0, N)
-    root = _root(mine, step, size, norm_eps, 2 * N + N * N, SPLITS)
-    gate = _column(mine, N + n, step, SPLITS) * root * tl.load(scale + 1) + tl.load(base + N + n)
-    root *= tl.load(scale + 2)
-    a, b, c, d = _softmax4(mine + 2 * N, base + 2 * N, root, step, eps, SPLITS)
-    e, f, g, h = _softmax4(mine + 3 * N, base + 3 * N, root, step, eps, SPLITS)
-    i, j, k, m = _softmax4(mine + 4 * N, base + 4 * N, root, step, eps, SPLITS)
-    o, p, q, r = _softmax4(mine + 5 * N, base + 5 * N, root, step, eps, SPLITS)
-    a, e, i, o = _shares(a, e, i, o, eps)
-    b, f, j, p = _shares(b, f, j, p, eps)
-    c, g, k, q = _shares(c, g, k, q, eps)
-    d, h, m, r = _shares(d, h, m, r, eps)
-    for _ in range(ITERS - 1):
-        a, b, c, d = _shares(a, b, c, d, eps)
-        e, f, g, h = _shares(e, f, g, h, eps)
-        i, j, k, m = _shares(i, j, k, m, eps)
-        o, p, q, r = _shares(o, p, q, r, eps)
-        a, e, i, o = _shares(a, e, i, o, eps)
-        b, f, j, p = _shares(b, f, j, p, eps)
-        c, g, k, q = _shares(c, g, k, q, eps)
-        d, h, m, r = _shares(d, h, m, r, eps)
-    columns = (_four(a, e, i, o), _four(b, f, j, p), _four(c, g, k, q), _four(d, h, m, r))
-    return 2.0 / (1.0 + tl.exp(-gate)), columns
-
-
-@triton.jit
-def _four(a, b, c, d):
-    """Four numbers as a tensor."""
-    n = tl.arange(0, 4)
-    return tl.where(n == 0, a, tl.where(n == 1, b, tl.where(n == 2, c, d)))
-
-
-@triton.jit
-def _shares(a, b, c, d, eps):
-    """Each of four numbers divided by their sum."""
-    r = 1.0 / (a + b + (c + d) + eps)
-    return a * r, b * r, c * r, d * r
-
-
-@triton.jit
-def _softmax4(parts, base, root, step, eps, SPLITS: tl.constexpr):
-    """Softmax of four neighbours of the mixes, plus eps."""
-    at = tl.arange(0, SPLITS) * step
-    a = tl.sum(tl.load(parts + at), 0) * root + tl.load(base)
-    b = tl.sum(tl.load(parts + at + 1), 0) * root + tl.load(base + 1)
-    c = tl.sum(tl.load(parts + at + 2), 0) * root + tl.load(base + 2)
-    d = tl.sum(tl.load(parts + at + 3), 0) * root + tl.load(base + 3)
-    most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
-    r = 1.0 / (a + b + (c + d))
-    return a * r + eps, b * r + eps, c * r + eps, d * r + eps
+    root = root_of(mine, step, N * D, norm_eps, M, SPLITS)
+    pre = column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
+    pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
+    one = tl.sum(old.to(tl.float32) * pre[:, None], 0)
+    if NORM:  # of what a kernel by itself would have been given
+        one = one.to(old.dtype).to(tl.float32)
+        one *= weight / tl.sqrt(tl.sum(one * one, 0) / D + norm_eps)
+    tl.store(x + token * D + col, one, mask=col < D)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
@@ -234,7 +145,7 @@ def hc_expand(
     old = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
     if SPLITS:
         mine, step = parts + token * 32, num_tokens * 32
-        gates, columns = _mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
+        gates, columns = mixture(mine, base, scale, step, N * D, eps, norm_eps, ITERS, N, SPLITS)
         # What was read so far is many kernels old. The one before this may not have begun its work (follow_briefly), but
         # the one before that had waited for its own forerunner when this one was let start.
         follow()
@@ -270,11 +181,8 @@ def hc_pre(
     norm_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Twin of ref.v4.hc_pre: (x [T, D], post [T, n], comb [T, n, n])."""
-    tokens, n = streams.shape[:2]
-    post = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
-    comb = torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
     mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
-    return _collapse(streams, mixing, (post, comb)), post, comb
+    return _collapse(streams, mixing), *_gates(streams, mixing)
 
 
 def hc_head(
@@ -301,15 +209,15 @@ def hc_enter(
     norm_eps: float,
     norm: torch.Tensor | None = None,  # [D] float32
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor, Group | None], torch.Tensor]]:
-    """hc_pre's x, rms_norm of it where there is a weight for that, and hc_post of what comes of it, summed over a group's ranks (None: there are no others). With few tokens the mixture is worked
-    out there, and the sum is part of the same kernel where the group has a mailbox for it.
+    """hc_pre's x, rms_norm of it where there is a weight for that, and hc_post of what comes of it, summed over a
+    group's ranks (None: there are no others). With few tokens the mixture is worked out there, and the sum is part of
+    the same kernel where the group has a mailbox for it.
     """
-    if streams.shape[0] > FEW:
-        x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
-        x = x if norm is None else rms_norm(x, norm, norm_eps)
-        return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
     mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
     x = _collapse(streams, mixing, norm=norm)
+    if streams.shape[0] > FEW:
+        post, comb = _gates(streams, mixing)
+        return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
 
     def leave(y: torch.Tensor, group: Group | None) -> torch.Tensor:
         mailbox = group.mailbox(y) if group else None
@@ -358,26 +266,31 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     return parts
 
 
-def _collapse(
-    streams: torch.Tensor,
-    mixing: _Mixing,
-    result: tuple[torch.Tensor, torch.Tensor] | None = None,
-    norm: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`result` takes post and comb; None: nobody wants them, or (hc_head) the parts hold nothing for them."""
+def _collapse(streams: torch.Tensor, mixing: _Mixing, norm: torch.Tensor | None = None) -> torch.Tensor:
     tokens, n, size = streams.shape
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     parts, base, scale = mixing.parts, mixing.base, mixing.scale
-    post, comb = result or (parts, parts)
     columns, warps = (COLUMNS, 1) if norm is None else (next_power_of_2(size), 8)
     launch(
-        hc_collapse, (tokens, cdiv(size, columns) + (result is not None)),
-        streams.contiguous(), parts, base, scale, x, post, comb, base if norm is None else norm, tokens, size,
+        hc_collapse, (tokens, cdiv(size, columns)),
+        streams.contiguous(), parts, base, scale, x, base if norm is None else norm, tokens, size,
         mixing.eps, mixing.norm_eps,
-        ITERS=mixing.iters if result else 0, HEAD=base.shape[0] == n, NORM=norm is not None, N=n,
-        SPLITS=parts.shape[0], BD=columns, num_warps=warps,
+        HEAD=base.shape[0] == n, NORM=norm is not None, N=n, SPLITS=parts.shape[0], BD=columns, num_warps=warps,
     )  # fmt: skip
     return x
+
+
+def _gates(streams: torch.Tensor, mixing: _Mixing) -> tuple[torch.Tensor, torch.Tensor]:
+    """post [T, n] and comb [T, n, n]."""
+    tokens, n, size = streams.shape
+    post = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
+    comb = torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
+    launch(
+        hc_gates, (cdiv(tokens, 16),),
+        mixing.parts, mixing.base, mixing.scale, post, comb, tokens, n * size, mixing.eps, mixing.norm_eps,
+        ITERS=mixing.iters, N=n, SPLITS=mixing.parts.shape[0], BT=16, num_warps=4,
+    )  # fmt: skip
+    return post, comb
 
 
 def hc_post(
