@@ -29,7 +29,7 @@ from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import grouping, multiply, v4
-from splitserve.ops.triton.v4 import quant, sparse, sparse_few
+from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 BF16 = 0.009  # two results rounded to bf16, by cutting off
@@ -455,6 +455,24 @@ def test_index_scores(*, packed: bool) -> None:
         assert error(got[:, : want.shape[1]][seen], want[seen]) < EXACT
         assert (got[:, : want.shape[1]][~seen] == -math.inf).all()
         assert (got[:, want.shape[1] :] == -math.inf).all()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_index_scores_of_many_tokens(*, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens share a tile of keys: also where they are of two sequences, or one is alone at the end."""
+    monkeypatch.setattr(indexer, "MANY", 1)
+    keys = torch.randn(320, 128)
+    view = (ref_rows.pack_keys(keys) if packed else keys.bfloat16()).view(10, 32, -1)
+    pages = torch.tensor([[1, 3, 5, 7, 9], [0, 2, 4, 6, 8], [8, 1, 0, 3, 2]])
+    lens = (6, 1, 2)
+    visible = torch.tensor([126, 127, 127, 128, 129, 129, 21, 0, 1])
+    q, weights = torch.randn(9, 4, 128).bfloat16(), torch.randn(9, 4)
+    want = ref4.index_scores(q.float(), weights, view, pages, visible, q_lens=lens)
+    got = v4.index_scores(q, weights, view, pages, visible, q_lens=lens)
+    seen = want > -math.inf
+    assert error(got[:, : want.shape[1]][seen], want[seen]) < EXACT
+    assert (got[:, : want.shape[1]][~seen] == -math.inf).all()
+    assert (got[:, want.shape[1] :] == -math.inf).all()
 
 
 @pytest.mark.parametrize(("entries", "count"), [(100, 8), (700, 64), (5, 8), (300, 300)])

@@ -40,6 +40,7 @@ from splitserve.ops.triton.v4 import (
     experts,
     hyper,
     indexer,
+    rating,
     rows,
     singles,
     sinkhorn,
@@ -50,7 +51,7 @@ from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
-    compress, experts, hyper, indexer, rows, singles, sinkhorn, sparse, sparse_few,
+    compress, experts, hyper, indexer, rating, rows, singles, sinkhorn, sparse, sparse_few,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -250,7 +251,8 @@ def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
 
 def _index(tokens: int) -> None:
     for view in (meta(64, 64, 132, dtype=U8), meta(64, 64, 128)):
-        for lens in ([1] * tokens, [2, *[1] * (tokens - 2)] if tokens > 1 else [1]):
+        for lens in ([1] * tokens, [2, *[1] * (tokens - 2)] if tokens > 1 else [1], [129]):
+            tokens = sum(lens)
             v4.index_scores(meta(tokens, 64, 128), meta(tokens, 64, dtype=F32), view, meta(len(lens), 32, dtype=I64),
                             meta(tokens, dtype=I64), q_lens=lens)  # fmt: skip
 

@@ -2,8 +2,7 @@
 
     score[t, i] = scale[i] * sum over heads of weight[t, h] * relu(q[t, h] . code[i])
 
-A packed key's scale is positive, so it comes out of relu, and codes go into the product as they are (codes.py): the
-missing 2 ** 120 is split between q, before, and the score, after, so that no float32 sum is subnormal.
+Of many tokens they are rated in rating.py.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from splitserve.ops.ref.v4.indexer import Places
 from splitserve.ops.triton.codes import e4m3_bits
 from splitserve.ops.triton.overlap import follow
 
+from .rating import HALF, rate_many
+
 SHORT = 1024  # entries that are chosen from without a second look, in two thirds of the time of 2,048
-HALF = tl.constexpr(2.0**60)  # half of the exponent that codes as bf16 lack
+MANY = 128  # tokens from which two share a tile of keys
 
 
 @triton.jit(
@@ -107,16 +108,26 @@ def index_scores(
     scores = torch.empty(tokens, pages.shape[1] * view.shape[1], dtype=torch.float32, device=q.device)
     packed = view.dtype == torch.uint8
     align = 4 if packed else 8
-    config = tuned("rate_entries", arch_of(q), tokens)
+    keys = view, view.shape[1], view.stride(0) // align, view.stride(1) // align
+    constants = {
+        "PACKED": packed, "D": dim, "BH": max(16, next_power_of_2(heads)), "ALIGN": align,
+        "NATIVE": not interpreted(),
+    }  # fmt: skip
+    kind = "rate_many" if tokens >= MANY and not one else "rate_entries"
+    config = tuned(kind, arch_of(q), tokens)
     config["STAGES"] = config.pop("num_stages")
+    tiles = cdiv(scores.shape[1], config["BN"] * config["TILES"])
+    if kind == "rate_many":
+        launch(
+            rate_many, (cdiv(tokens, 2), tiles),
+            q, weights, weights.stride(0), scale, *keys, pages, pages.shape[1], seq_of, num_visible,
+            scores, tokens, scores.shape[1], heads, **constants, **config,
+        )  # fmt: skip
+        return scores
     launch(
-        rate_entries,
-        (tokens, cdiv(scores.shape[1], config["BN"] * config["TILES"])),
-        q, weights, weights.stride(0), scale,
-        view, view.shape[1], view.stride(0) // align, view.stride(1) // align,
-        pages, pages.shape[1], seq_of, num_visible, scores, scores.shape[1], heads,
-        PACKED=packed, ONE=one, D=dim, BH=max(16, next_power_of_2(heads)), ALIGN=align,
-        NATIVE=not interpreted(), **config,
+        rate_entries, (tokens, tiles),
+        q, weights, weights.stride(0), scale, *keys, pages, pages.shape[1], seq_of, num_visible,
+        scores, scores.shape[1], heads, **constants, ONE=one, **config,
     )  # fmt: skip
     return scores
 
