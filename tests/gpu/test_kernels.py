@@ -175,6 +175,41 @@ def test_mix_experts(form: Any, tokens: int) -> None:
         )
 
 
+@pytest.mark.parametrize("tokens", [100, 1000])
+@pytest.mark.parametrize("ffn", [2048, 1024, 512])
+def test_experts_of_many_rows(monkeypatch: pytest.MonkeyPatch, ffn: int, tokens: int) -> None:
+    """To the bit what a few rows' kernel gives, also as a graph: experts without rows, and pairs that are elsewhere."""
+    from splitserve.ops.kernels.launch import listing
+    from splitserve.ops.triton import multiply, v4
+    from splitserve.ops.triton.v4 import experts as v4_experts
+
+    gate_up, down = (v4.prepare(mxfp4(16, *s), exact=False) for s in ((2 * ffn, 4096), (4096, ffn)))
+    x, weights = torch.randn(tokens, 4096).bfloat16(), torch.rand(tokens, 6)
+    experts = torch.rand(tokens, 20).argsort(-1)[:, :6].int()
+    experts[experts == 9] = 2
+    experts[5] = 19  # nothing of this token's is here
+
+    def mix() -> torch.Tensor:
+        return v4.mix_experts(x, gate_up, down, weights, experts, local=range(2, 18), limit=1.0, exact=False)
+
+    with monkeypatch.context() as patch, listing() as names:
+        for module in (multiply, v4_experts):
+            patch.setattr(module, "many_rows", lambda *_: False)
+        want = mix()
+    assert "weigh_many" not in names
+    with listing() as names:
+        check(mix, want, EXACT)
+    assert "weigh_many" in names
+    assert torch.equal(mix(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mix()
+    for _ in range(3):
+        got.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 def test_routing_and_grouping(tokens: int) -> None:
     from splitserve.ops.ref import v4 as ref4

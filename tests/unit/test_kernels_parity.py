@@ -29,6 +29,7 @@ from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import grouping, multiply, v4
+from splitserve.ops.triton.v4 import experts as v4_experts
 from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
@@ -245,6 +246,41 @@ def test_mix_experts(make: type, local: range) -> None:
         x, for_rounded(a), for_rounded(b), weights, experts, local=local, limit=0.5, exact=False
     )
     assert error(got, want) < 0.1  # two roundings to three bits
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_experts_of_many_rows(monkeypatch: pytest.MonkeyPatch, *, half: bool) -> None:
+    """The same bits as a few rows' kernel gives: an expert without rows, blocks half full, experts elsewhere."""
+    gate_up, down = mxfp4(4, 256 if half else 512, 256), mxfp4(4, 256, 128 if half else 256)
+    a, b = (ref4.Mxfp4(w.codes[1:], w.scales[1:]) for w in (gate_up, down))  # expert 0 is elsewhere
+    tokens = 40
+    x, weights = torch.randn(tokens, 256).bfloat16(), torch.rand(tokens, 2)
+    experts = torch.stack([torch.arange(tokens) % 2, torch.full((tokens,), 3)], 1)  # nobody wants 2
+    experts[7] = 0  # nothing of this token's is here
+
+    def mix(*, rows_of_some: bool) -> torch.Tensor:
+        if rows_of_some:
+            monkeypatch.setattr(multiply, "many_rows", lambda *_: False)
+            monkeypatch.setattr(v4_experts, "many_rows", lambda *_: False)
+        return v4.mix_experts(
+            x, for_rounded(a), for_rounded(b), weights, experts, local=range(1, 4), limit=0.5, exact=False
+        )
+
+    STARTED.discard("weigh_many")
+    got = mix(rows_of_some=False)
+    assert "weigh_many" in STARTED
+    want = mix(rows_of_some=True)
+    there = torch.arange(tokens) != 7
+    assert torch.equal(got[there], want[there])
+    assert not got[7].any()
+    assert error(got, ref4.mix_experts(x.float(), a, b, weights, experts, local=range(1, 4), limit=0.5)) < 0.1
+
+
+def test_rows_by_place_need_their_kernel() -> None:
+    groups = grouping.group_pairs(torch.zeros(5, 1, dtype=torch.int32), local=range(1), block=16)
+    placed = multiply.round_placed(torch.randn(len(groups.rows_of), 128).bfloat16(), groups, 5)
+    with pytest.raises(TypeError, match="no kernel for rows by place"):
+        multiply.multiply(placed, for_rounded(mxfp4(1, 128, 128)), groups=groups)
 
 
 def test_expert_ffn() -> None:

@@ -14,8 +14,19 @@ import torch
 
 from splitserve.ops.ref.v4.sparse import Rows
 from splitserve.ops.triton import v4
-from splitserve.ops.triton.grouping import group_pairs
-from splitserve.ops.triton.multiply import Codes, Rounded, Strided, Words, multiply, multiply_parts, rounded
+from splitserve.ops.triton.grouping import Groups, group_pairs
+from splitserve.ops.triton.multiply import (
+    Codes,
+    Placed,
+    Rounded,
+    Strided,
+    Words,
+    many_rows,
+    multiply,
+    multiply_parts,
+    round_placed,
+    rounded,
+)
 from splitserve.ops.triton.routing import add_up
 
 from .case import Case, copies, numbers
@@ -111,16 +122,8 @@ def linears(tokens: int) -> Iterator[Case]:
 def experts(tokens: int) -> Iterator[Case]:
     """Routed experts with e2m1 codes: grouping, gate and up with SwiGLU, down, the sum of choices."""
     gate_up, down = words(EXPERTS, 2 * FFN, HIDDEN), words(EXPERTS, HIDDEN, FFN)
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    sets = 6 if tokens <= FEW else 2
-    drawn = [
-        torch.rand(tokens, EXPERTS, device="cuda", generator=generator)
-        .argsort(-1)[:, :COUNT]
-        .int()
-        .contiguous()
-        for _ in range(sets)
-    ]
-    distinct = sum(len(d.unique()) for d in drawn) / sets
+    drawn = _drawn(tokens)
+    distinct = sum(len(d.unique()) for d in drawn) / len(drawn)
     load = ceil(tokens * COUNT / EXPERTS)
     from splitserve.ops.kernels.launch import arch_of
     from splitserve.ops.kernels.tuned import tuned
@@ -130,8 +133,10 @@ def experts(tokens: int) -> Iterator[Case]:
     groups = [group_pairs(d, local=local, block=block, whole=True) for d in drawn]
     weights = torch.rand(tokens * COUNT, device="cuda")
     x = rounded(numbers(tokens, HIDDEN), gate_up, rows=load)
-    inner = rounded(numbers(tokens * COUNT, FFN), down, rows=load)
     pairs, note = tokens * COUNT, f"{distinct:.1f} distinct experts"
+    inners = [_between(pairs, down, g) for g in groups]
+    placed = isinstance(inners[0], Placed)
+    note += ", rows by place between the products" if placed else ""
     peak = "fp8" if isinstance(x, Rounded) else "bf16"
     if tokens > 1:  # one token's pairs need no kernel
         yield Case(
@@ -147,7 +152,9 @@ def experts(tokens: int) -> Iterator[Case]:
         "[4096, 4096] e2m1 + SwiGLU",
         tokens,
         [
-            lambda g=g: multiply(x, gate_up, groups=g, share=COUNT, factors=weights, limit=10.0)
+            lambda g=g: multiply(
+                x, gate_up, groups=g, share=COUNT, factors=weights, limit=10.0, placed=placed
+            )
             for g in groups
         ],
         distinct * 2 * FFN * HIDDEN * 17 / 32 + tokens * HIDDEN + pairs * 2 * FFN,
@@ -160,7 +167,7 @@ def experts(tokens: int) -> Iterator[Case]:
         "experts down",
         "[4096, 2048] e2m1",
         tokens,
-        [lambda g=g: multiply_parts(inner, down, groups=g) for g in groups],
+        [lambda g=g, i=i: multiply_parts(i, down, groups=g) for g, i in zip(groups, inners, strict=True)],
         distinct * FFN * HIDDEN * 17 / 32 + pairs * (FFN + 2 * HIDDEN),
         2.0 * pairs * FFN * HIDDEN,
         peak,
@@ -168,6 +175,21 @@ def experts(tokens: int) -> Iterator[Case]:
         note,
     )
     yield _sum_of_choices(tokens, drawn[0])
+
+
+def _drawn(tokens: int) -> list[torch.Tensor]:
+    """Experts of each token, drawn a few times."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    sets = 6 if tokens <= FEW else 2
+    numbers_ = [torch.rand(tokens, EXPERTS, device="cuda", generator=generator) for _ in range(sets)]
+    return [n.argsort(-1)[:, :COUNT].int().contiguous() for n in numbers_]
+
+
+def _between(pairs: int, down: Words, groups: Groups) -> torch.Tensor | Rounded:
+    """Rows for `down`, as gate_up leaves them."""
+    if down.eight and many_rows(down, groups):
+        return round_placed(numbers(len(groups.rows_of), FFN), groups, pairs)
+    return rounded(numbers(pairs, FFN), down)
 
 
 def _sum_of_choices(tokens: int, drawn: torch.Tensor) -> Case:

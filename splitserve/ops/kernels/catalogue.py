@@ -28,13 +28,24 @@ from splitserve.ops.triton import (
     grouping,
     matrix,
     matrix8,
+    matrix_many,
     moves,
     norms,
     routing,
     sampling,
     v4,
 )
-from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, multiply, quantise_rows, round_rows
+from splitserve.ops.triton.multiply import (
+    Codes,
+    Strided,
+    Words,
+    expand,
+    many_rows,
+    multiply,
+    quantise_rows,
+    round_placed,
+    round_rows,
+)
 from splitserve.ops.triton.v4 import (
     compress,
     experts,
@@ -50,7 +61,7 @@ from splitserve.ops.triton.v4 import (
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
-    attention, dense, digest, grouping, matrix, matrix8, moves, norms, routing, sampling,
+    attention, dense, digest, grouping, matrix, matrix8, matrix_many, moves, norms, routing, sampling,
     compress, experts, hyper, indexer, rating, rows, singles, sinkhorn, sparse, sparse_few,
 )  # fmt: skip
 """The modules that define kernels."""
@@ -148,6 +159,7 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )
+    yield Case("experts_many", _experts_many)
     yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
@@ -174,10 +186,31 @@ def _linear_rounded(make: Maker, rows: int) -> None:
 def _experts(make: Maker, rounded: bool, block: int) -> None:
     gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
     groups = grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
+    if rounded and many_rows(gate_up, groups):  # see _experts_many: here, what does not come in its tiles
+        gate_up, down = make(256, 4032, HIDDEN), make(256, 4032, 2048)
     x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
     rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
     multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
     multiply(rows[1], down, groups=groups)
+
+
+def _experts_many(arch: int) -> None:
+    """Rows between the two products by place, of one rank of 1, 2, 4, 8; and what `multiplies_right` tries."""
+    if arch < FIRST_FP8:
+        return
+    for ranks in (1, 2, 4, 8):
+        gate_up, down = (
+            words(256, 4096 // ranks, HIDDEN, eight=True),
+            words(256, HIDDEN, 2048 // ranks, eight=True),
+        )
+        v4.mix_experts(
+            meta(2048, HIDDEN), gate_up, down, meta(2048, 6, dtype=F32), meta(2048, 6, dtype=I32),
+            local=range(256), limit=10.0, exact=False,
+        )  # fmt: skip
+    groups = grouping.group_pairs(meta(6, 1, dtype=I32), local=range(2), block=64)
+    rows = quantise_rows(meta(6, 256)), round_placed(meta(384, 256), groups, 6)
+    for x in rows if many_rows(small := words(2, 256, 256, eight=True), groups) else rows[:1]:
+        multiply(x, small, groups=groups)
 
 
 def _strided(rounded: bool, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 numbers   rows of bf16, exact products (matrix.py)
 codes     rows rounded to e4m3 first, as the models' own recipe has it (matrix8.py); needs sm_89
+          of e2m1 in experts' groups of many rows there is another form, with the same bits (matrix_many.py)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from splitserve.ops.kernels.tuned import tuned
 from .grouping import Groups
 from .matrix import weigh
 from .matrix8 import add_parts, expand_tiles, quantise, weigh8
+from .matrix_many import round_places, weigh_many
 
 BLOCK = 128
 
@@ -65,6 +67,19 @@ class Rounded:
 
 
 @dataclass(frozen=True)
+class Placed(Rounded):
+    """Rounded rows at the places of groups; there is one row of scales that nobody needs: it is read ahead.
+
+    Places without a row hold anything.
+    """
+
+    rows: int  # pairs that may have places
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True)
 class Strided:
     """Rows whose group is their number modulo `count`: [tokens, groups, size] taken as rows."""
 
@@ -83,6 +98,23 @@ def quantise_rows(
     scales = torch.empty(x.shape[1] // BLOCK, len(x), dtype=torch.float32, device=x.device)
     _quantise(x, codes, scales)
     return Rounded(codes.view(torch.float8_e4m3fn), scales)
+
+
+def round_placed(
+    x: torch.Tensor,  # [places of groups, size], size a multiple of 128
+    groups: Groups,
+    rows: int,  # that the groups were made of
+) -> Placed:
+    """`quantise_rows`, of rows that lie at their places."""
+    places, size = x.shape
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(size // BLOCK + 1, places, dtype=torch.float32, device=x.device)
+    launch(
+        round_places, (places // 4, cdiv(size, 1024)),
+        x, codes, scales, groups.rows_of, groups.expert_of, places, size,
+        FP8=arch_of(x) >= FIRST_FP8, BM=groups.block, BP=4, BD=1024, num_warps=4,
+    )  # fmt: skip
+    return Placed(codes.view(torch.float8_e4m3fn), scales, rows)
 
 
 def round_rows(
@@ -128,9 +160,10 @@ def multiply(
     factors: torch.Tensor | None = None,  # [rows] float32: what each row of the result is multiplied by
     limit: float | None = None,  # the result is silu(gate) * up, clamped so, of halves of `out`
     dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit
+    placed: bool = False,  # the result lies by place; only where `many_rows`
+) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit; as many places as rows where placed
     """Rows of the result that no group has hold anything. Raises TypeError for weights as they lie in a file."""
-    sums, splits = _start(x, weight, groups, share, factors, limit, dtype)
+    sums, splits = _start(x, weight, groups, share, factors, limit, dtype, placed)
     if splits == 1:
         return sums
     rows, num_out = sums.shape[1:]
@@ -151,7 +184,7 @@ def multiply_parts(
     groups: Groups | Strided | None = None,
 ) -> torch.Tensor:  # [splits, rows, out]
     """As `multiply`, for somebody who adds the splits up himself; one split is bf16, several are float32."""
-    sums, splits = _start(x, weight, groups, 1, None, None, torch.bfloat16)
+    sums, splits = _start(x, weight, groups, 1, None, None, torch.bfloat16, False)
     return sums if splits > 1 else sums[None]
 
 
@@ -163,9 +196,15 @@ def _start(
     factors: torch.Tensor | None,
     limit: float | None,
     dtype: torch.dtype,
+    placed: bool,
 ) -> tuple[torch.Tensor, int]:
     """The finished result and 1, or sums [splits, rows, out] float32 and how many splits."""
     eight = isinstance(x, Rounded)
+    if isinstance(x, Rounded) and isinstance(groups, Groups) and many_rows(weight, groups):
+        assert isinstance(weight, Words)
+        return _start_many(x, weight, groups, share, factors, limit, dtype, placed), 1
+    if isinstance(x, Placed) or placed:
+        raise TypeError("no kernel for rows by place and these weights")
     codes, scales, format_ = _format(weight, eight)
     rows, size, num_out = (
         len(x) * share,
@@ -193,6 +232,42 @@ def _start(
         EVEN=num_out % config["BN"] == 0 and size % config.get("BK", BLOCK) == 0, NATIVE=not interpreted(),
     )  # fmt: skip
     return sums, splits
+
+
+def many_rows(weight: Matrix, groups: Groups | Strided | None) -> bool:
+    """Whether rounded rows in these groups are multiplied by matrix_many.py, which also takes and gives them by place."""
+    if not (isinstance(weight, Words) and weight.eight and isinstance(groups, Groups)):
+        return False
+    tile = tuned("weigh_many", arch_of(weight.codes), groups.block)["BN"]
+    return bool(tile) and weight.codes.shape[-2] % tile == 0
+
+
+def _start_many(
+    x: Rounded,
+    weight: Words,
+    groups: Groups,
+    share: int,
+    factors: torch.Tensor | None,
+    limit: float | None,
+    dtype: torch.dtype,
+    placed: bool,
+) -> torch.Tensor:
+    """The finished result: `many_rows` has said yes."""
+    num_out, size = weight.codes.shape[-2], weight.codes.shape[-1] * 4
+    config = tuned("weigh_many", arch_of(x.codes), groups.block)
+    places = groups.num_blocks * groups.block
+    width = num_out if limit is None else num_out // 2
+    out = torch.empty(places if placed else len(x) * share, width, dtype=dtype, device=x.codes.device)
+    launch(
+        weigh_many, (num_out // config["BN"], groups.num_blocks),
+        x.codes, x.scales, weight.codes, weight.scales, out, groups.rows_of, groups.expert_of,
+        x.scales if factors is None else factors, x.scales.shape[1], 0.0 if limit is None else limit,
+        N=num_out, K=size, SHARE=share, PLACED=isinstance(x, Placed), TO_PLACES=placed,
+        GLU=limit is not None, WEIGHTED=factors is not None, TR=Words.height(num_out),
+        WIDE=groups.block < 32 * config["num_warps"], NATIVE=not interpreted(),
+        BN=config["BN"], BM=groups.block, STAGES=config["num_stages"], num_warps=config["num_warps"],
+    )  # fmt: skip
+    return out
 
 
 def rounded(

@@ -12,7 +12,16 @@ from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
-from splitserve.ops.triton.multiply import Codes, Words, multiply, multiply_parts, rounded
+from splitserve.ops.triton.multiply import (
+    Codes,
+    Rounded,
+    Words,
+    many_rows,
+    multiply,
+    multiply_parts,
+    round_placed,
+    rounded,
+)
 from splitserve.ops.triton.overlap import follow
 from splitserve.ops.triton.routing import add_up, choose
 
@@ -122,7 +131,10 @@ def _parts(
     block = tuned("group_pairs", arch_of(x), load)["BM"]
     groups = group_pairs(experts, local=local, block=block, whole=whole)
     rows = x if exact else rounded(x, gate_up, rows=load)
-    inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit)
+    placed = isinstance(rows, Rounded) and many_rows(gate_up, groups) and many_rows(down, groups)
+    inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit, placed=placed)
+    if placed:
+        return multiply_parts(round_placed(inner, groups, experts.numel()), down, groups=groups)
     return multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
 
 

@@ -38,8 +38,10 @@ from splitserve.ops.triton.multiply import (
     Rounded,
     Words,
     expand,
+    many_rows,
     multiply,
     quantise_rows,
+    round_placed,
     round_rows,
     rounded,
 )
@@ -115,11 +117,15 @@ def multiplies_right(device: torch.device) -> bool:
     here = Words(here.codes.to(device), here.scales.to(device), eight=True)
     x = torch.randn(6, 256, generator=draw, device="cpu").bfloat16()
     experts = torch.arange(6)[:, None] % 2
-    rows = quantise_rows(x.to(device))
+    x = x.to(device)
     numbers = dequantise(weight, torch.float32)
-    want = torch.stack([numbers[i % 2] @ row for i, row in enumerate(round_rows(x.to(device)).float().cpu())])
-    for block in (16, 64):
+    want = torch.stack([numbers[i % 2] @ row for i, row in enumerate(round_rows(x).float().cpu())])
+    for block, placed in ((16, False), (64, False), (64, True)):
         groups = group_pairs(experts.to(device), local=range(2), block=block)
+        if placed and not many_rows(here, groups):
+            continue
+        by_place = x[groups.rows_of.clamp(min=0)] if placed else x
+        rows = round_placed(by_place, groups, len(x)) if placed else quantise_rows(x)
         got = multiply(rows, here, groups=groups).float().cpu()
         if not (got - want).abs().max() <= want.abs().max() / 64:  # NaN is wrong too
             _log.error(
