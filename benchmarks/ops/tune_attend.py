@@ -82,7 +82,8 @@ def use(modules: tuple[Any, ...], config: Config) -> None:
     for module in modules:
         module.tuned = lambda *_: dict(how)
     if "ONE_PASS" in config:  # one table tells which way, the other how
-        sparse.tuned = lambda kernel, *_: dict(config) if kernel == "attend_one_pass" else dict(how)
+        ways = {"attend_one_pass": config, "attend_scratch": {"SCRATCH": False}}
+        sparse.tuned = lambda kernel, *_: dict(ways.get(kernel, how))
 
 
 def start_once(job: tuple[str, int, Config]) -> str:

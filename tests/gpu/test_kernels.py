@@ -408,6 +408,49 @@ def test_sparse_attention(tokens: int, *, packed: bool) -> None:
               ref4.rotate_tail(want, table, inverse=True), BF16)  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 33, 64])
+@pytest.mark.parametrize("lens", [(2048,), (700, 1, 333)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_sparse_attention_of_many_tokens(lens: tuple[int, ...], heads: int, *, packed: bool) -> None:
+    """First chunks of sequences whose pages lie anywhere; everything that no list names is NaN."""
+    from splitserve.ops.kernels.launch import arch_of, listing
+    from splitserve.ops.kernels.tuned import tuned
+    from splitserve.ops.ref import v4 as ref4
+    from splitserve.ops.ref.v4 import rows
+    from splitserve.ops.triton import v4
+
+    tokens, most = sum(lens), math.ceil(max(lens) / 256)
+
+    def view(units: int, count: int, index: torch.Tensor) -> torch.Tensor:
+        x = torch.randn(units * count, 512)
+        flat = rows.pack_latents(x, 64) if packed else x.bfloat16()
+        unread = torch.ones(units * count, dtype=torch.bool).index_fill_(0, index[index >= 0], False)
+        flat.view(torch.uint8)[unread] = 255
+        return flat.view(units, count, -1)
+
+    q, sink = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads)
+    table = ref4.rope_table(torch.arange(tokens) * 7, torch.rand(32))
+    sequence = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    position = torch.cat([torch.arange(n) for n in lens])
+    back = position[:, None] - torch.arange(128)
+    index = (torch.arange(tokens)[:, None] - torch.arange(128) + 128 * len(lens)).masked_fill(back < 0, -1)
+    near = ref4.Rows(view(1, tokens + 128 * len(lens), index), index)
+    pages = torch.randperm(99)[: most * len(lens)].view(len(lens), most)
+    for ratio in (4, 128):
+        limit = (position + 1) // ratio
+        entry = (torch.rand(tokens, 256) * limit[:, None]).long()
+        entry[(torch.arange(256) >= limit[:, None]) | (torch.rand(entry.shape) < 0.1)] = -1
+        index = ref4.locate_entries(entry, ref4.Places(pages, sequence, 256 // ratio))
+        far = ref4.Rows(view(99, 256 // ratio, index), index, ref4.Reach(pages))
+        for some in (far, None) if ratio == 4 else (far,):
+            want = ref4.attend(q.float(), near, some, sink, scale=512**-0.5, rope_dim=64)
+            want = ref4.rotate_tail(want, table, inverse=True)
+            with listing() as names:
+                check(lambda s=some: v4.attend(q, near, s, sink, scale=512**-0.5, rope_dim=64, turn_back=table),
+                      want, BF16)  # fmt: skip
+            assert ("attend_prepare" in names) == tuned("attend_scratch", arch_of(q), tokens)["SCRATCH"]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_index(*, packed: bool) -> None:
     from splitserve.ops.ref import v4 as ref4

@@ -30,7 +30,7 @@ from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import grouping, multiply, v4
 from splitserve.ops.triton.v4 import experts as v4_experts
-from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few
+from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few, sparse_many, sparse_scratch
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 BF16 = 0.009  # two results rounded to bf16, by cutting off
@@ -473,8 +473,79 @@ def test_sparse_attention(
     for some in (far, None):
         want = ref4.attend(q.float(), near, some, sink, scale=dim**-0.5, rope_dim=rope)
         assert error(v4.attend(q, near, some, sink, scale=dim**-0.5, rope_dim=rope), want) < BF16
-        got = v4.attend(q, near, some, sink, scale=dim**-0.5, rope_dim=rope, turn_back=table)
-        assert error(got, ref4.rotate_tail(want, table, inverse=True)) < BF16
+        out = torch.full_like(q, torch.nan)
+        got = v4.attend(q, near, some, sink, scale=dim**-0.5, rope_dim=rope, turn_back=table, out=out)
+        assert got is out
+        assert error(out, ref4.rotate_tail(want, table, inverse=True)) < BF16
+    with pytest.raises(ValueError, match="contiguous"):
+        v4.attend(
+            q, near, far, sink, scale=1.0, rope_dim=rope, out=out.transpose(0, 1).contiguous().transpose(0, 1)
+        )
+
+
+@pytest.mark.parametrize("packed", first_of(True, False))
+@pytest.mark.parametrize(("dim", "rope", "heads"), first_of((80, 16, 3), (128, 64, 33), (512, 64, 16)))
+@pytest.mark.parametrize("wide", [True, False])
+def test_sparse_attention_of_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, dim: int, rope: int, heads: int, *, wide: bool, packed: bool
+) -> None:
+    """Two sequences, of which the first has fewer pages; lists with holes, that end early, or name nothing."""
+    tokens, per_page = 7, 4
+    config = {"WIDE": wide, "BH": 16, "BK": 16, "STAGES": 2}
+    monkeypatch.setattr(sparse_many, "tuned", lambda *_: dict(config))
+    monkeypatch.setattr(sparse, "tuned", lambda *_: {"SCRATCH": True, "ONE_PASS": True})
+
+    def pool(units: int, rows: int) -> torch.Tensor:
+        x = torch.randn(units * rows, dim)
+        return (ref_rows.pack_latents(x, rope) if packed else x.bfloat16()).view(units, rows, -1)
+
+    def some(rows: torch.Tensor, count: int) -> torch.Tensor:
+        """[tokens, count] of these rows, and holes."""
+        index = rows[torch.randint(len(rows), (tokens, count))]
+        index[torch.rand(index.shape) < 0.2] = -1
+        return index
+
+    near = ref4.Rows(pool(1, 41), some(torch.arange(40), 37))
+    pages = torch.tensor([[7, 3, 0], [5, 1, 6]])  # the first sequence has two pages
+    named = torch.cat([pages[0, :2], pages[1]])[:, None] * per_page + torch.arange(per_page)
+    far = ref4.Rows(pool(9, per_page), some(named.flatten()[:-1], 50), ref4.Reach(pages))
+    for view, unit, row in ((near.view, 0, 40), (far.view, 6, 3), (far.view, 2, 1), (far.view, 0, 0)):
+        view.view(torch.uint8)[unit, row] = 255  # NaN where no list points
+    far.index[1, 9:], far.index[2], near.index[2], near.index[3] = -1, -1, -1, -1
+    q, sink = torch.randn(tokens, heads, dim).bfloat16(), torch.randn(heads)
+    table = ref4.rope_table(torch.arange(tokens) * 7, torch.rand(rope // 2))
+    for rows in (far, None):
+        want = ref4.attend(q.float(), near, rows, sink, scale=dim**-0.5, rope_dim=rope)
+        STARTED.discard("attend_prepare")
+        got = v4.attend(q, near, rows, sink, scale=dim**-0.5, rope_dim=rope)
+        assert "attend_prepare" in STARTED
+        assert error(got, want) < BF16
+        out = torch.full_like(q, torch.nan)
+        got = v4.attend(q, near, rows, sink, scale=dim**-0.5, rope_dim=rope, turn_back=table, out=out)
+        assert got is out
+        assert error(out, ref4.rotate_tail(want, table, inverse=True)) < BF16
+
+
+def test_which_lists_are_read_through_scratch() -> None:
+    """Only where the pages are known, and decoding them costs little beside the tokens' work and fits."""
+
+    def serves(
+        tokens: int, *, near_units: int = 1, pages: int | None = 8, dim: int = 512, rope: int = 64
+    ) -> bool:
+        q, index = (torch.empty(tokens, *n, device="meta") for n in ((64, dim), (128,)))
+        near = ref4.Rows(torch.empty(near_units, 640, 584, device="meta"), index)
+        reach = None if pages is None else ref4.Reach(torch.empty(1, pages, device="meta"))
+        far = ref4.Rows(torch.empty(9999, 64, 584, device="meta"), index, reach)
+        return sparse_scratch.serves(q, near, far, rope)
+
+    assert serves(512)
+    assert not serves(512, near_units=2)
+    assert not serves(512, pages=None)
+    assert serves(512, pages=2000)
+    assert not serves(512, pages=2050)  # more than 256 rows for a token
+    assert serves(8192, pages=4000)
+    assert not serves(8192, pages=4096)  # 256 MB
+    assert not serves(512, dim=448, rope=128)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -20,6 +20,7 @@ from splitserve.models import deepseek_v4
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.deepseek_v4_kernels import fits
 from splitserve.models.make_checkpoint import FLASH, T1, TINY, write_checkpoint
+from splitserve.ops.triton.v4 import sparse
 from splitserve.types import SamplingParams
 from tests.models.v4_oracle import PAGE, Bench, Text, load_model, make_bench, random_text
 
@@ -40,6 +41,7 @@ LONG = pytest.mark.slow, pytest.mark.timeout(600)  # kernels are interpreted
     ("config", "kv", "steps"),
     [
         pytest.param(TWO_LAYERS, "fp8", ("any",), id="two layers"),
+        pytest.param(TWO_LAYERS, "fp8", ("as many",), id="through scratch", marks=LONG),
         pytest.param(TINY, "fp8", ("chunk", "known", "any", "any"), id="all", marks=LONG),
         pytest.param(TINY, "bf16", ("chunk", "any"), id="bf16 rows", marks=LONG),
     ],
@@ -47,7 +49,15 @@ LONG = pytest.mark.slow, pytest.mark.timeout(600)  # kernels are interpreted
 def test_the_gpu_s_kernels_compute_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], kv: str, steps: tuple[str, ...]
 ) -> None:
-    """A chunk beside a single token, single tokens of known lengths, and of any; each from the same state."""
+    """A chunk beside a single token, served as many tokens are too, single tokens of known lengths, and of any; each
+    from the same state.
+    """
+    if "as many" in steps:
+        tuned, way, ways = sparse.tuned, sparse._way, []
+        monkeypatch.setattr(
+            sparse, "tuned", lambda k, *a: {"SCRATCH": True} if k == "attend_scratch" else tuned(k, *a)
+        )
+        monkeypatch.setattr(sparse, "_way", lambda *a: ways.append(found := way(*a)) or found)
     write_checkpoint(tmp_path, config)
     plain = bench_on(kernels, tmp_path, monkeypatch, kv)
     ours = bench_on(GpuKernels(exact=True), tmp_path, monkeypatch, kv)
@@ -76,9 +86,13 @@ def test_the_gpu_s_kernels_compute_the_model(
             for text in texts[1]:
                 text.done += 1
         else:
-            got = ours.step(list(zip(texts[1], (3, 1) if step == "chunk" else (1, 1), strict=True)))
-        want = plain.step(list(zip(texts[0], (3, 1) if step == "chunk" else (1, 1), strict=True)))
+            got = ours.step(list(zip(texts[1], (1, 1) if step == "known" else (3, 1), strict=True)))
+        want = plain.step(
+            list(zip(texts[0], (3, 1) if step in ("chunk", "as many") else (1, 1), strict=True))
+        )
         assert distance(got, want) < 0.15, step
+    if "as many" in steps:
+        assert ways == [sparse.attend_many] * 2
 
 
 def single(text: Text) -> Chunk:

@@ -161,7 +161,10 @@ class TestAttention:
         one = ops.Rows(view, torch.tensor([[0, 1, 2, 3], [5, 4, 3, 0]]))
         both = ops.Rows(view, one.index[:, :2]), ops.Rows(view, one.index[:, 2:])
         kw = {"scale": 0.3, "rope_dim": 2}
-        torch.testing.assert_close(ops.attend(q, *both, sink, **kw), ops.attend(q, one, None, sink, **kw))
+        found, out = ops.attend(q, *both, sink, **kw), torch.empty_like(q)
+        torch.testing.assert_close(found, ops.attend(q, one, None, sink, **kw))
+        assert ops.attend(q, *both, sink, **kw, out=out) is out
+        assert torch.equal(out, found)
 
 
 class TestCompression:

@@ -151,4 +151,5 @@ class Attention:
             chosen = self.indexer(rating, head_weights, fwd, compression)
         if chosen is None or not chosen.shape[1]:
             return None
-        return kernels.Rows(fwd.states.view(self.compressor.state, self.layer).select(1, 0), chosen)
+        entries = fwd.states.view(self.compressor.state, self.layer).select(1, 0)
+        return kernels.Rows(entries, chosen, compression.reach)

@@ -18,6 +18,7 @@ from splitserve.ops.ref.v4 import (
     CSA,
     Gate,
     Places,
+    Reach,
     Rows,
     Saves,
     Singles,
@@ -47,6 +48,7 @@ __all__ = [
     "CSA",
     "Gate",
     "Places",
+    "Reach",
     "Rows",
     "Saves",
     "Singles",
@@ -180,10 +182,12 @@ def attend(
     sink: torch.Tensor,
     *,
     turn_back: Table,
+    out: torch.Tensor | None = None,
     **kw: Any,
 ) -> torch.Tensor:
     """As in ops/ref/v4/sparse.py, rotated back: values carry their key's angle, which this makes relative."""
-    return rotate_tail(_compiled(q).attend(q, near, far, sink, **kw), turn_back, inverse=True)
+    found = rotate_tail(_compiled(q).attend(q, near, far, sink, **kw), turn_back, inverse=True)
+    return found if out is None else out.copy_(found)
 
 
 def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:

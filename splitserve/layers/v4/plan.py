@@ -51,6 +51,7 @@ class Compression:
     entry_table: ops.Table  # rope of the entries that are completed; with a capacity, of each token's window
     num_visible: torch.Tensor  # [T] int64: entries complete at each token
     places: ops.Places
+    reach: ops.Reach  # the pages of the step's sequences
     visible: torch.Tensor | None  # [T, most] int64 flat positions of them all; None where the indexer chooses
     kept: Kept | None  # None with a capacity
 
@@ -84,7 +85,8 @@ def plan_step(
     """`ratios` are those that the model's layers have; `window` counts the token itself."""
 
     def compressions() -> dict[int, Compression]:
-        return {r: _plan_compression(fwd, r, index_topk, rope) for r in ratios if r}
+        reach = ops.Reach(fwd.pages)
+        return {r: _plan_compression(fwd, r, index_topk, rope, reach) for r in ratios if r}
 
     compression = kernels.beside(len(fwd.tokens), compressions) if any(ratios) else compressions
     tables = {bool(r): ops.rope_table(fwd.positions, rope.of(r)) for r in ratios}
@@ -112,7 +114,9 @@ def _plan_near(fwd: Forward, window: int) -> Near:
     return Near(index, False, _save_rows(fwd, window))
 
 
-def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies) -> Compression:
+def _plan_compression(
+    fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies, reach: ops.Reach
+) -> Compression:
     device = fwd.tokens.device
     most = (fwd.capacity or max(fwd.kv_lens)) // ratio
     seen = (fwd.positions + 1) // ratio
@@ -129,7 +133,7 @@ def _plan_compression(fwd: Forward, ratio: int, topk: int, rope: RopeFrequencies
         visible = ops.locate_entries(entry.masked_fill(entry >= seen[:, None], -1), places)
     kept = None if fwd.capacity else _plan_kept(fwd, ratio)
     entries = ops.entry_positions(fwd.positions, ratio) if kept is None else kept.windows.position
-    return Compression(ops.rope_table(entries, rope.compress), seen, places, visible, kept)
+    return Compression(ops.rope_table(entries, rope.compress), seen, places, reach, visible, kept)
 
 
 def _plan_kept(fwd: Forward, ratio: int) -> Kept:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from splitserve.ops.ref.v4.sparse import Rows
+from splitserve.ops.ref.v4 import Places, Reach, Rows, locate_entries
 from splitserve.ops.triton import v4
 from splitserve.ops.triton.grouping import Groups, group_pairs
 from splitserve.ops.triton.multiply import (
@@ -269,27 +269,25 @@ def attention(tokens: int) -> Iterator[Case]:
     decode = tokens <= FEW
     sets = 8 if decode else 1
     pool = latents(262_144)
-    rows = pool.shape[0] * 64
+    rows = WINDOW + tokens
     q, sink = numbers(tokens, HEADS, DIM), torch.zeros(HEADS, device="cuda")
     half = torch.rand(tokens, ROPE // 2, device="cuda")
-    near = [Rows(pool, torch.randint(0, rows, (tokens, WINDOW), device="cuda")) for _ in range(sets)]
+    near = [_anywhere(pool, tokens, WINDOW) for _ in range(sets)]
+    if not decode:  # a ring, and the tokens' own rows
+        index = torch.randint(0, rows, (tokens, WINDOW), device="cuda")
+        near = [Rows(pool.flatten(0, 1)[None, :rows], index)]
     context = CONTEXT if decode else tokens
-    for name, seen, per_step in (
-        ("attend ratio 4", min(TOPK, context // 4), CSA),
-        ("attend ratio 128", context // 128, HCA),
-    ):
-        far = [Rows(pool, torch.randint(0, rows, (tokens, seen), device="cuda")) for _ in range(sets)]
-        if not decode:  # a token of a first chunk sees what is complete at its place
-            limit = (torch.arange(tokens, device="cuda") + 1) // (4 if seen == TOPK else 128)
-            for f in far:
-                f.index.masked_fill_(torch.arange(seen, device="cuda") >= limit[:, None], -1)
+    for ratio, seen, per_step in ((4, min(TOPK, context // 4), CSA), (128, context // 128, HCA)):
+        far = [
+            _anywhere(pool, tokens, seen) if decode else _of_pages(pool, tokens, seen, ratio) for _ in near
+        ]
         keys = (
             sum(int((n.index >= 0).sum()) + int((f.index >= 0).sum()) for n, f in zip(near, far, strict=True))
             / sets
         )
-        distinct = min(keys, float(rows)) if decode else min(keys, tokens * (1 + 1 / 4))
+        distinct = min(keys, pool.shape[0] * 64.0) if decode else min(keys, tokens * (1 + 1 / 4))
         yield Case(
-            name,
+            f"attend ratio {ratio}",
             f"64 heads, {WINDOW} + {seen} latents",
             tokens,
             [
@@ -304,6 +302,21 @@ def attention(tokens: int) -> Iterator[Case]:
             per_step,
         )
     yield from _indexing(tokens, context, sets)
+
+
+def _anywhere(pool: torch.Tensor, tokens: int, count: int) -> Rows:
+    return Rows(pool, torch.randint(0, pool.shape[0] * 64, (tokens, count), device="cuda"))
+
+
+def _of_pages(pool: torch.Tensor, tokens: int, seen: int, ratio: int) -> Rows:
+    """What a first chunk's tokens see, of the entries that are complete at each of them."""
+    view = pool.view(-1, 256 // ratio, LATENT)
+    pages = torch.randperm(len(view), device="cuda")[: ceil(tokens / 256)]
+    entry = torch.randint(0, tokens // ratio, (tokens, seen), device="cuda")
+    limit = (torch.arange(tokens, device="cuda") + 1) // ratio
+    entry.masked_fill_(torch.arange(seen, device="cuda") >= limit[:, None], -1)
+    places = Places(pages[None], torch.zeros_like(limit), view.shape[1])
+    return Rows(view, locate_entries(entry, places), Reach(pages))
 
 
 def _indexing(tokens: int, context: int, sets: int) -> Iterator[Case]:

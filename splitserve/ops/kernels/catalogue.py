@@ -20,7 +20,7 @@ import torch
 from splitserve.ops import triton as ops
 from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.tuned import sizes, tuned
-from splitserve.ops.ref.v4 import Gate, Places, Rows, Singles, Store
+from splitserve.ops.ref.v4 import Gate, Places, Reach, Rows, Singles, Store
 from splitserve.ops.triton import (
     attention,
     dense,
@@ -57,12 +57,15 @@ from splitserve.ops.triton.v4 import (
     sinkhorn,
     sparse,
     sparse_few,
+    sparse_many,
+    sparse_scratch,
 )
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, matrix_many, moves, norms, routing, sampling,
     compress, experts, hyper, indexer, rating, rows, singles, sinkhorn, sparse, sparse_few,
+    sparse_many, sparse_scratch,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -233,6 +236,8 @@ def _v4_cases() -> Iterator[Case]:
     for tokens in (4, 64, 512):  # split far, in one or two parts, and whole
         yield Case(f"attend_{tokens}", partial(_attend, tokens, (LATENT, U8)))
         yield Case(f"attend_plain_{tokens}", partial(_attend, tokens, (DIM, torch.bfloat16)))
+    yield Case("attend_many", partial(_attend_many, (LATENT, U8)))
+    yield Case("attend_plain_many", partial(_attend_many, (DIM, BF16)))
     yield Case("index", _each("rate_entries", _index))
     yield Case("choose_entries", _choose)
     yield Case("norms", _norms)
@@ -280,6 +285,20 @@ def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
     near = Rows(view, meta(tokens, 128, dtype=I64))
     for far in (Rows(view, meta(tokens, 512, dtype=I64)), None):
         v4.attend(q, near, far, sink, scale=DIM**-0.5, rope_dim=ROPE, turn_back=(half, half))
+
+
+def _attend_many(row: tuple[int, torch.dtype], arch: int) -> None:
+    """Through scratch, whether or not the architecture's table would choose that; any number of heads."""
+    tokens, wide = 512, row[0]
+    near = Rows(meta(1, 640, wide, dtype=row[1]), meta(tokens, 128, dtype=I64))
+    far = Rows(meta(64, 64, wide, dtype=row[1]), meta(tokens, 512, dtype=I64), Reach(meta(1, 8, dtype=I64)))
+    half = meta(tokens, ROPE // 2, dtype=F32)
+    for heads in sizes("attend_many", arch):
+        q, sink = meta(tokens, heads, DIM), meta(heads, dtype=F32)
+        for some in (far, None):
+            sparse_many.attend_many(
+                q, near, some, sink, q, scale=DIM**-0.5, rope_dim=ROPE, turn_back=(half, half)
+            )
 
 
 def _index(tokens: int) -> None:

@@ -19,13 +19,14 @@ from .quant import (
 )
 from .rows import decode_keys, decode_latents, encode_keys, encode_latents, take_rows, write_rows
 from .singles import Gate, Singles, Store, absorb, entry_positions, windows_of_singles
-from .sparse import Rows, attend
+from .sparse import Reach, Rows, attend
 
 __all__ = [
     "CSA",
     "Gate",
     "Mxfp4",
     "Places",
+    "Reach",
     "Rows",
     "Saves",
     "Singles",

@@ -18,10 +18,28 @@ from .rows import decode_latents, take_rows
 _STRETCH = 1 << 22  # numbers of gathered latents at once: 16 MB
 
 
+class Reach:
+    """Units of a view that the lists of a pass may point into, for all its layers."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        """`ids` are int64, of any shape, and may repeat."""
+        self.ids = ids.reshape(-1)
+        self._places: torch.Tensor | None = None
+
+    def places(self, count: int) -> torch.Tensor:
+        """[count] int32: of each unit that is among `ids` a place where it is. Views of a pass have one `count`."""
+        if self._places is None:
+            self._places = torch.empty(count, dtype=torch.int32, device=self.ids.device)
+            at = torch.arange(len(self.ids), dtype=torch.int32, device=self.ids.device)
+            self._places.scatter_(0, self.ids, at)
+        return self._places
+
+
 @dataclass(frozen=True)
 class Rows:
     view: torch.Tensor  # [units, rows_per_unit, width], any strides; bytes where packed
     index: torch.Tensor  # [T, K] int64, flat; -1: none
+    reach: Reach | None = None  # the units that lists may point into; None: any
 
 
 def attend(
@@ -32,6 +50,7 @@ def attend(
     *,
     scale: float,
     rope_dim: int,
+    out: torch.Tensor | None = None,  # like q: where the result is to be
 ) -> torch.Tensor:  # [T, heads, head_dim] in q's dtype; sums in float32
     sources = (near,) if far is None else (near, far)
     num_keys = sum(s.index.shape[1] for s in sources)
@@ -42,7 +61,8 @@ def attend(
         )
         for i in range(0, len(q), step)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return found if out is None else out.copy_(found)
 
 
 def _attend(

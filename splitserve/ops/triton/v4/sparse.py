@@ -6,10 +6,12 @@
 
 Heads of 512 numbers are too wide for one program to hold weighted rows of all columns beside everything else, so rows
 are read twice, the second time from the cache and column by column. sparse_few.py does it in one pass: for few tokens,
-and for many where shared memory has room.
+and for many where shared memory has room. sparse_many.py decodes rows once for many tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -33,6 +35,8 @@ from .latents import (
     stored_columns,
 )
 from .sparse_few import attend_few
+from .sparse_many import attend_many
+from .sparse_scratch import serves
 
 
 @triton.jit(do_not_specialize=["tiles", "share", "num_near", "num_far"])
@@ -207,17 +211,44 @@ def attend(
     scale: float,
     rope_dim: int,
     turn_back: tuple[torch.Tensor, torch.Tensor] | None = None,  # cos and sin of rope_table
+    out: torch.Tensor | None = None,  # contiguous, like q: where the result is to be
 ) -> torch.Tensor:  # [T, heads, head_dim] in q's dtype; sums in float32
     """Twin of ref.v4.attend. With `turn_back` the result is also rotated back, as rotate_tail(inverse=True) does.
 
-    Raises ValueError for heads of other sizes than up to 128 numbers, or 385 to 512.
+    Raises ValueError for heads of other sizes than up to 128 numbers, or 385 to 512, and for an `out` with gaps.
     """
-    tokens, heads, dim = q.shape
+    dim = q.shape[-1]
     if not (dim <= WIDE.value or 3 * WIDE.value < dim <= 4 * WIDE.value):
         raise ValueError(f"heads of {dim} numbers: up to 128, or 385 to 512, are served")
     q = q.contiguous()
-    if tuned("attend_one_pass", arch_of(q), tokens)["ONE_PASS"]:
-        return attend_few(q, near, far, sink, scale=scale, rope_dim=rope_dim, turn_back=turn_back)
+    out = torch.empty_like(q) if out is None else out
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}: it must be contiguous")
+    way = _way(q, near, far, rope_dim)
+    way(q, near, far, sink, out, scale=scale, rope_dim=rope_dim, turn_back=turn_back)
+    return out
+
+
+def _way(q: torch.Tensor, near: Rows, far: Rows | None, rope_dim: int) -> Callable[..., None]:
+    arch, tokens = arch_of(q), len(q)
+    if tuned("attend_scratch", arch, tokens)["SCRATCH"] and serves(q, near, far, rope_dim):
+        return attend_many
+    return attend_few if tuned("attend_one_pass", arch, tokens)["ONE_PASS"] else attend_twice
+
+
+def attend_twice(
+    q: torch.Tensor,  # [T, heads, head_dim]
+    near: Rows,
+    far: Rows | None,
+    sink: torch.Tensor,  # [heads] float32
+    out: torch.Tensor,  # like q
+    *,
+    scale: float,
+    rope_dim: int,
+    turn_back: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """As `attend`."""
+    tokens, heads, dim = q.shape
     far = far or Rows(near.view, near.index[:, :0])
     columns = min(WIDE.value, next_power_of_2(dim))
     config = tuned("attend", arch_of(q), tokens)
@@ -239,7 +270,6 @@ def attend(
         **constants, CHUNKS=cdiv(dim, columns), BH=config["RATE_BH"], STAGES=config["RATE_STAGES"],
         num_warps=config["RATE_WARPS"],
     )  # fmt: skip
-    out = torch.empty_like(q)
     cos, sin = turn_back or (sink, sink)
     launch(
         attend_mix, (tokens, cdiv(dim, columns), cdiv(heads, config["MIX_BH"])),
@@ -247,4 +277,3 @@ def attend(
         **constants, TURN_BACK=turn_back is not None, BH=config["MIX_BH"], STAGES=config["MIX_STAGES"],
         num_warps=config["MIX_WARPS"],
     )  # fmt: skip
-    return out

@@ -218,11 +218,12 @@ def attend_few(
     near: Rows,
     far: Rows | None,
     sink: torch.Tensor,  # [heads] float32
+    out: torch.Tensor,  # like q
     *,
     scale: float,
     rope_dim: int,
     turn_back: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:  # [T, heads, head_dim]
+) -> None:
     """As sparse.attend. Raises ValueError for heads whose numbers without rotation are neither up to 64 nor 385 to 448."""
     tokens, heads, dim = q.shape
     nope = dim - rope_dim
@@ -237,7 +238,6 @@ def attend_few(
     tiles = cdiv(near.index.shape[1], config["BK"]) + cdiv(far.index.shape[1], config["BK"])
     splits = max(1, min(tiles, int(num_processors(q) * config.pop("FILL")) // max(programs, 1)))
     splits = cdiv(tiles, cdiv(tiles, splits))  # none without a tile
-    out = torch.empty_like(q)
     cos, sin = turn_back or (sink, sink)
     whole = splits == 1
     part, top, total = out, sink, sink
@@ -255,11 +255,10 @@ def attend_few(
         NATIVE=not interpreted(), WHOLE=whole, TURN_BACK=whole and turn_back is not None, **config,
     )  # fmt: skip
     if whole:
-        return out
+        return
     launch(
         attend_join, (tokens, heads),
         part, top, total, sink, cos, sin, out, heads, splits,
         NOPE=nope, ROPE=rope_dim, D=next_power_of_2(dim), BS=16,
         TURN_BACK=turn_back is not None, num_warps=4,
     )  # fmt: skip
-    return out
