@@ -29,7 +29,7 @@ SIZES = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 40
 """Numbers of tokens that passes are recorded for, as far as steps may be so long."""
 
 Made = tuple[torch.Tensor | None, ...]
-Work = Callable[[Any, Forward, Any], torch.Tensor]
+Work = Callable[[Any, Forward, Any, torch.Tensor], torch.Tensor]
 
 
 class Model(Protocol):
@@ -58,7 +58,10 @@ class _Stop:
 
     def run(self, count: int, fwd: Forward, step: Any) -> None:
         made = tuple(None if t is None else t[:count] for t in self.made)
-        self.out[:count].copy_(self.work(made, fwd, step).view_as(self.out[:count]))
+        out = self.out[:count]
+        found = self.work(made, fwd, step, out)
+        if found.data_ptr() != out.data_ptr():
+            out.copy_(found.view_as(out))
 
 
 class _Pass(Protocol):

@@ -55,9 +55,11 @@ class Cut(Protocol):
     many tokens there are, and can be recorded (engine/pieces.py).
     """
 
-    def __call__(self, made: Any, work: Callable[[Any, Forward, Any], torch.Tensor]) -> torch.Tensor:
-        """`work(made, fwd, step)`, shaped like made[0]; `made` is a tuple of tensors [T, ...] or None, `step` what the
-        model works out once for all layers of a pass.
+    def __call__(
+        self, made: Any, work: Callable[[Any, Forward, Any, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """`work(made, fwd, step, out)`, shaped like made[0]: in `out` or anywhere else. `made` is a tuple of tensors
+        [T, ...] or None, `step` what the model works out once for all layers of a pass.
         """
         ...
 

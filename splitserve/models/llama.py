@@ -115,7 +115,7 @@ class Layer:
     def trunk(self, x: torch.Tensor, table: Table, cut: Cut) -> torch.Tensor:
         """As a call, but for what is left to `cut`."""
         made = self.attn.made(self.ops.rms_norm(x, self.attn_norm, self.eps), table)
-        out = cut(made, lambda made, fwd, plans: self.attn.over(made, fwd, plans[self.window]))
+        out = cut(made, lambda made, fwd, plans, _: self.attn.over(made, fwd, plans[self.window]))
         return self._rest(x, self.attn.out(out.flatten(1)))
 
     def _rest(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from splitserve.ops.ref import digest as ref_digest
 from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
-from splitserve.ops.triton import grouping, multiply, v4
+from splitserve.ops.triton import dense, grouping, multiply, v4
 from splitserve.ops.triton.v4 import experts as v4_experts
 from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few, sparse_many, sparse_scratch
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
@@ -562,6 +562,20 @@ def test_index_scores(*, packed: bool) -> None:
         assert error(got[:, : want.shape[1]][seen], want[seen]) < EXACT
         assert (got[:, : want.shape[1]][~seen] == -math.inf).all()
         assert (got[:, want.shape[1] :] == -math.inf).all()
+
+
+def test_linear_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our own kernel where the data say so, with or without a bias; more rows by torch's."""
+    monkeypatch.setattr(dense, "tuned", lambda *_: {"ROWS": 3})
+    weight, bias = torch.randn(70, 256).bfloat16(), torch.randn(70).bfloat16()
+    for rows in (1, 3, 4):
+        x = torch.randn(rows, 256).bfloat16()
+        want = x.float() @ weight.float().T
+        STARTED.discard("weigh")
+        assert error(ops.linear(x, weight), want) < BF16
+        assert error(ops.linear(x, weight, bias), want + bias.float()) < BF16
+        assert ("weigh" in STARTED) == (rows < 4)
+    assert ops.linear(torch.empty(0, 256).bfloat16(), weight).shape == (0, 70)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -61,11 +61,13 @@ class Attention:
         q_latent, kv = self._down(x)
         return (*self._up(q_latent, kv, lambda: table), q_latent, self._rows(x))
 
-    def _over(self, made: Made, fwd: Forward, plan: Callable[[], StepPlan]) -> torch.Tensor:
-        """Keep what `_made` gave and attend: [T, heads, head_dim]."""
+    def _over(
+        self, made: Made, fwd: Forward, plan: Callable[[], StepPlan], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Keep what `_made` gave and attend: [T, heads, head_dim], in `out` where it is given."""
         q, kv, q_latent, rows = made
         far = self._chosen(self._compress(rows, fwd, plan), self._rating(q_latent, plan), fwd, plan)
-        return self._attend(q, self._window(kv, fwd, plan().near), far, plan)
+        return self._attend(q, self._window(kv, fwd, plan().near), far, plan, out)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor | None:
         """What the compressors read, and how much each head of the indexer counts: [T, ...] float32."""
@@ -86,13 +88,18 @@ class Attention:
         return q, ops.rms_norm_rotate(kv.unsqueeze(1), self.kv_norm, self.eps, table()).squeeze(1)
 
     def _attend(
-        self, q: torch.Tensor, near: kernels.Rows, far: kernels.Rows | None, plan: Callable[[], StepPlan]
+        self,
+        q: torch.Tensor,
+        near: kernels.Rows,
+        far: kernels.Rows | None,
+        plan: Callable[[], StepPlan],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out: torch.Tensor = self.ops.attend(
+        found: torch.Tensor = self.ops.attend(
             q, near, far, self.sink,
-            scale=q.shape[-1] ** -0.5, rope_dim=self.rope_dim, turn_back=plan().tables[self.ratio],
+            scale=q.shape[-1] ** -0.5, rope_dim=self.rope_dim, turn_back=plan().tables[self.ratio], out=out,
         )  # fmt: skip
-        return out
+        return found
 
     def _leave(self, out: torch.Tensor) -> torch.Tensor:
         mixed = self.ops.grouped_linear(out.reshape(len(out), self.groups, -1), self.out_a)

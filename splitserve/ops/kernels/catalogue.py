@@ -382,6 +382,14 @@ def _llama_dense(_: int) -> None:
     ops.rms_norm(meta(8, 32, 128), meta(128), 1e-6)
     ops.add_rms_norm(x, x, meta(HIDDEN), 1e-5)
     ops.swiglu(meta(8, 2 * 14336))
+    for out, size in (
+        (6144, HIDDEN),
+        (HIDDEN, HIDDEN),
+        (2 * 14336, HIDDEN),
+        (HIDDEN, 14336),
+        (128256, HIDDEN),
+    ):
+        ops.linear(meta(8, size), meta(out, size))
     ops.rotate(meta(8, 40, 128), (half, half))
 
 

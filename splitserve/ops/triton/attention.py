@@ -168,28 +168,39 @@ def decode_join(
 def _prefill_tiles(
     query, base, pages, view_page, view_row, page_tokens, position, start, stop, kv_len, window, scale,
     top, total, mixed,
-    MASKED: tl.constexpr, NUM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, NUM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over keys [start, stop); MASKED: some queries do not see some of them."""
     col = tl.arange(0, BD)
     for t0 in tl.range(start, stop, BN, num_stages=STAGES):
         token = t0 + tl.arange(0, BN)
         here = token < kv_len
-        page = tl.load(pages + token // page_tokens, mask=here, other=0)
-        place = page * (view_page.to(tl.int64) * 8) + (token % page_tokens) * (view_row * 8)
-        keys = base + place[:, None] + col[None, :]
-        inside = here[:, None] & (col < D)[None, :]
-        k = tl.load(keys, mask=inside, other=0.0).to(NUM)
-        v = tl.load(keys + D, mask=inside, other=0.0).to(NUM)
-        logits = tl.dot(query, tl.trans(k)) * scale
+        if WHOLE:  # of one page: nothing to look up, and to be reckoned with, for each key
+            page = tl.load(pages + t0 // page_tokens)
+            first = base + page * (view_page.to(tl.int64) * 8) + (t0 % page_tokens) * WHOLE
+            keys = first + (tl.arange(0, BN)[:, None] * WHOLE + col[None, :])
+        else:
+            page = tl.load(pages + token // page_tokens, mask=here, other=0)
+            place = page * (view_page.to(tl.int64) * 8) + (token % page_tokens) * (view_row * 8)
+            keys = base + place[:, None] + col[None, :]
+        if WHOLE and not MASKED and D == BD:
+            k = tl.load(keys).to(NUM)
+            v = tl.load(keys + D).to(NUM)
+        else:
+            inside = here[:, None] & (col < D)[None, :]
+            k = tl.load(keys, mask=inside, other=0.0).to(NUM)
+            v = tl.load(keys + D, mask=inside, other=0.0).to(NUM)
+        logits = tl.dot(query, tl.trans(k))
         if MASKED:
+            logits *= scale
             visible = token[None, :] <= position[:, None]
             if window > 0:
                 visible = visible & (token[None, :] > position[:, None] - window)
             weights, shrink, top, total = _softmax_step(logits, visible, top, total)
         else:
-            best = tl.maximum(top, tl.max(logits, 1))
-            weights, shrink, top = tl.exp2(logits - best[:, None]), tl.exp2(top - best), best
+            best = tl.maximum(top, tl.max(logits, 1) * scale)  # the scale is positive
+            weights, shrink, top = tl.exp2(logits * scale - best[:, None]), tl.exp2(top - best), best
             total = total * shrink + tl.sum(weights, 1)
         mixed = tl.dot(weights.to(NUM), v, mixed * shrink[:, None])
     return top, total, mixed
@@ -205,6 +216,7 @@ def prefill(
     q_token,
     scale,  # times log2(e)
     NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,  # elements from a row to the next where a page is a number of tiles; else 0
     D: tl.constexpr,
     BD: tl.constexpr,
     BM: tl.constexpr,
@@ -232,11 +244,11 @@ def prefill(
     )  # keys before it are seen by every query of the tile
     top, total, mixed = _prefill_tiles(
         query, base, pages, view_page, view_row, page_tokens, position, first, whole, kv_len, window, scale,
-        top, total, mixed, False, NUM, D, BD, BN, STAGES,
+        top, total, mixed, False, WHOLE, NUM, D, BD, BN, STAGES,
     )  # fmt: skip
     top, total, mixed = _prefill_tiles(
         query, base, pages, view_page, view_row, page_tokens, position, whole, tl.minimum(lowest + BM, kv_len),
-        kv_len, window, scale, top, total, mixed, True, NUM, D, BD, BN, STAGES,
+        kv_len, window, scale, top, total, mixed, True, WHOLE, NUM, D, BD, BN, STAGES,
     )  # fmt: skip
     into = out + (m[:, None].to(tl.int64) * heads + head) * D + col[None, :]
     tl.store(into, mixed / tl.maximum(total, 1e-30)[:, None], mask=ours)
@@ -337,7 +349,8 @@ def attend_prefill(
         prefill, (cdiv(tokens, config["BM"]), heads),
         q, view, *_steps(view), plan.pages, out,
         tokens, heads, heads // view.shape[1], plan.kv_len, view.shape[2], plan.window, q.stride(0), scale * LOG2E,
-        NATIVE=not interpreted(), D=dim, BD=max(16, next_power_of_2(dim)), **config,
+        NATIVE=not interpreted(), WHOLE=0 if view.shape[2] % config["BN"] else view.stride(2), D=dim, BD=max(16, next_power_of_2(dim)),
+        **config,
     )  # fmt: skip
     return out
 

@@ -22,7 +22,7 @@ from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
-CHUNK = 64  # pairs at once: a table of CHUNK x experts is held in registers
+CHUNK = 128  # pairs at once
 FEW = 1024  # pairs that each program counts by itself
 FEW_CHUNK = 16  # of these, those that it places
 
@@ -43,14 +43,6 @@ def _local(experts, pair, num_pairs, first, num_local):
 
 
 @triton.jit
-def _matches(experts, chunk, num_pairs, first, num_local, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[CHUNK, EXPERTS] int32: 1 where the pair belongs to the local expert; the experts; the pairs' numbers."""
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = _local(experts, pair, num_pairs, first, num_local)
-    return (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), expert, pair
-
-
-@triton.jit
 def _starts(counts, expert_of, num_blocks, EXPERTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr):
     """First place of each expert; writes the blocks' experts."""
     blocks = tl.cdiv(counts, BM)
@@ -60,15 +52,6 @@ def _starts(counts, expert_of, num_blocks, EXPERTS: tl.constexpr, BM: tl.constex
         owner = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
         tl.store(expert_of + block, tl.where(owner < EXPERTS, owner, -1), mask=block < num_blocks)
     return (stop - blocks) * BM
-
-
-@triton.jit
-def _place(found, expert, pair, base, rows_of, CHUNK: tl.constexpr):
-    """Write the pairs of one chunk behind `base` places of their experts, in order."""
-    at = tl.arange(0, CHUNK)
-    earlier = (expert[:, None] == expert[None, :]) & (at[None, :] < at[:, None])
-    place = tl.sum(found * base[None, :], 1) + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(rows_of + place, pair, mask=expert >= 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local", "num_blocks"])
@@ -116,8 +99,10 @@ def group_count(
 ):  # fmt: skip
     # grid: [chunks]
     follow()
-    found, _, _ = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
-    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(found, 0))
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = _local(experts, pair, num_pairs, first, num_local)
+    found = tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
@@ -128,18 +113,21 @@ def group_add(
     EXPERTS: tl.constexpr,
     BM: tl.constexpr,
     SPAN: tl.constexpr,
+    BC: tl.constexpr,  # chunks at once
 ):  # fmt: skip
     # grid: [1]
     follow()
-    expert = tl.arange(0, EXPERTS)
+    expert, some = tl.arange(0, EXPERTS)[None, :], tl.arange(0, BC)[:, None]
     total = tl.zeros((EXPERTS,), tl.int32)
-    for chunk in range(num_chunks):
-        total += tl.load(counts + chunk * EXPERTS + expert)
+    for first in range(0, num_chunks, BC):
+        at = (first + some) * EXPERTS + expert
+        total += tl.sum(tl.load(counts + at, mask=first + some < num_chunks, other=0), 0)
     base = _starts(total, expert_of, num_blocks, EXPERTS, BM, SPAN)
-    for chunk in range(num_chunks):
-        count = tl.load(counts + chunk * EXPERTS + expert)
-        tl.store(counts + chunk * EXPERTS + expert, base)
-        base += count
+    for first in range(0, num_chunks, BC):
+        at = (first + some) * EXPERTS + expert
+        count = tl.load(counts + at, mask=first + some < num_chunks, other=0)
+        tl.store(counts + at, base[None, :] + tl.cumsum(count, 0) - count, mask=first + some < num_chunks)
+        base += tl.sum(count, 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
@@ -153,9 +141,12 @@ def group_place(
 ):  # fmt: skip
     # grid: [chunks]
     follow()
-    found, expert, pair = _matches(experts, tl.program_id(0), num_pairs, first, num_local, EXPERTS, CHUNK)
-    base = tl.load(bases + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS))
-    _place(found, expert, pair, base, rows_of, CHUNK)
+    at = tl.arange(0, CHUNK)
+    pair = tl.program_id(0) * CHUNK + at
+    expert = _local(experts, pair, num_pairs, first, num_local)
+    earlier = (expert[:, None] == expert[None, :]) & (at[None, :] < at[:, None])
+    base = tl.load(bases + tl.program_id(0) * EXPERTS + tl.maximum(expert, 0))
+    tl.store(rows_of + base + tl.sum(earlier.to(tl.int32), 1), pair, mask=expert >= 0)
 
 
 def group_pairs(
@@ -188,7 +179,7 @@ def group_pairs(
     launch(group_count, (chunks,), experts, counts, pairs, local.start, held, **sizes, num_warps=4)
     launch(
         group_add, (1,), counts, expert_of, chunks, num_blocks,
-        EXPERTS=size, BM=block, SPAN=64, num_warps=8,
+        EXPERTS=size, BM=block, SPAN=64, BC=16, num_warps=8,
     )  # fmt: skip
     launch(group_place, (chunks,), experts, counts, rows_of, pairs, local.start, held, **sizes, num_warps=4)
     return Groups(rows_of, expert_of, num_blocks, block)
