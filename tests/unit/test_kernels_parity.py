@@ -29,6 +29,8 @@ from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import dense, grouping, multiply, v4
+from splitserve.ops.triton.parts import Parts
+from splitserve.ops.triton.routing import add_up
 from splitserve.ops.triton.v4 import experts as v4_experts
 from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few, sparse_many, sparse_scratch
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
@@ -375,13 +377,19 @@ def test_a_sum_between_ranks_inside_the_streams_kernel(tokens: int, ranks: int, 
             boxes[0][turn % 2, r, : len(pairs)] = pairs | turn << 32
             for other in range(1, ranks):
                 boxes[other][turn % 2, r, : len(pairs)] = pairs | turn << 32
-        found = [leave[r](parts[r].clone(), groups[r]) for r in range(ranks)]
+        given = [_in_parts(p) if turn == 2 else p.clone() for p in parts]
+        found = [leave[r](given[r], groups[r]) for r in range(ranks)]
         want = v4.hc_post(
             sum(p.float() for p in parts).bfloat16(), streams, *_mixture_of(streams, fn, base, scale)
         )
         assert error(found[0], want) < BF16
         assert all(torch.equal(f, found[0]) for f in found), "ranks hold different streams"
         parts = [p.flip(0) * 2 for p in parts]
+
+
+def _in_parts(x: torch.Tensor) -> Parts:
+    """Exactly x."""
+    return Parts(torch.stack([x.float() * share for share in (0.5, 0.25, 0.25)]), x.dtype)
 
 
 def _mixture_of(streams: torch.Tensor, *how: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -562,6 +570,37 @@ def test_index_scores(*, packed: bool) -> None:
         assert error(got[:, : want.shape[1]][seen], want[seen]) < EXACT
         assert (got[:, : want.shape[1]][~seen] == -math.inf).all()
         assert (got[:, want.shape[1] :] == -math.inf).all()
+
+
+def parts_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    return Parts(torch.randn(4, *shape), dtype)
+
+
+def test_products_in_parts_are_what_they_add_up_to() -> None:
+    """For every kernel that reads them; between ranks, see the sum inside the streams' kernel."""
+    both, table = parts_of(3, 96), ref4.rope_table(torch.arange(3) * 5, torch.rand(8))
+    whole, weight = both.total(), torch.rand(64)
+    assert whole.shape == both.shape == (3, 96)
+    assert error(v4.rms_norm(both[:, :64], weight, 1e-6), v4.rms_norm(whole[:, :64], weight, 1e-6)) < BF16
+    turned = v4.rms_norm_rotate(both[:, 64:].unsqueeze(1), None, 1e-6, table)
+    assert error(turned, v4.rms_norm_rotate(whole[:, 64:].unsqueeze(1), None, 1e-6, table)) < BF16
+    logits = parts_of(3, 12, dtype=torch.float32)
+    bias, tokens, names = torch.randn(12), torch.tensor([1, 0, 3]), torch.randint(12, (4, 2))
+    for found, want in zip(
+        (*v4.route(logits, bias, count=2, scale=1.5), *v4.route_by_token(logits, names, tokens, scale=1.0)),
+        (*v4.route(logits.total(), bias, count=2, scale=1.5),
+         *v4.route_by_token(logits.total(), names, tokens, scale=1.0)),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(found, want)
+    plus, chosen = parts_of(3, 64), torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)
+    given = torch.randn(1, 6, 64)
+    got = add_up(given, chosen, local=range(3), dtype=torch.float32, plus=plus)
+    assert error(got, given[0].view(3, 2, 64).sum(1) + plus.sums.sum(0)) < EXACT
+    streams, fn = torch.randn(3, 4, 128).bfloat16(), torch.randn(24, 512)
+    leave = v4.hc_enter(streams, fn, torch.randn(24), torch.rand(3), iters=20, eps=1e-6, norm_eps=1e-6)[1]
+    y = parts_of(3, 128)
+    assert error(leave(y, None), leave(y.total(), None)) < BF16
 
 
 def test_linear_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class Attention:
 
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, q_lora] and [T, head_dim]: the queries' latent, normed, and the keys'."""
-        both, lora = self.ops.linear(x, self.qkv_a), self.q_norm.shape[0]
+        both, lora = self.ops.linear_parts(x, self.qkv_a), self.q_norm.shape[0]
         return self.ops.rms_norm(both[:, :lora], self.q_norm, self.eps), both[:, lora:]
 
     def _up(
@@ -103,7 +103,7 @@ class Attention:
 
     def _leave(self, out: torch.Tensor) -> torch.Tensor:
         mixed = self.ops.grouped_linear(out.reshape(len(out), self.groups, -1), self.out_a)
-        part: torch.Tensor = self.ops.linear(mixed, self.out_b)
+        part: torch.Tensor = self.ops.linear_parts(mixed, self.out_b)
         return part
 
     def _rating(self, q_latent: torch.Tensor, plan: Callable[[], StepPlan]) -> torch.Tensor | None:

@@ -46,7 +46,7 @@ class Experts:
 
     def _route(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ops = self.ops
-        logits = ops.linear_f32(x, self.gate)
+        logits = ops.linear_f32_parts(x, self.gate)
         if self.experts_of_token is not None:
             return ops.route_by_token(logits, self.experts_of_token, tokens, scale=self.route_scale)
         if self.gate_bias is None:

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch
 
-from splitserve.ops.triton import v4
-from splitserve.ops.triton.multiply import Matrix
+from splitserve.ops.triton import parts, v4
+from splitserve.ops.triton.multiply import Matrix, rounded
+from splitserve.ops.triton.parts import Parts
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class GpuKernels:
     def __init__(self, *, exact: bool = False) -> None:
         """`exact`: rows are taken as they are."""
         self._exact = exact
-        self.expert_ffn = partial(v4.expert_ffn, exact=exact)
+        self.expert_ffn = partial(v4.expert_ffn, exact=exact, parts=True)
         self.grouped_linear = partial(v4.grouped_linear, exact=exact)
         self.mix_onto = partial(v4.mix_onto, exact=exact)
         self.prepare = partial(v4.prepare, exact=exact)
@@ -67,6 +68,15 @@ class GpuKernels:
         if self._exact or isinstance(weight, torch.Tensor):
             return v4.linear(x, weight)
         return v4.linear_rounded(x, weight)
+
+    def linear_parts(self, x: torch.Tensor, weight: Matrix) -> torch.Tensor | Parts:
+        if len(x) > parts.FEW or isinstance(weight, torch.Tensor):
+            return self.linear(x, weight)
+        return parts.linear_parts(x if self._exact else rounded(x, weight), weight)
+
+    def linear_f32_parts(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Parts:
+        few = len(x) <= parts.FEW and x.dtype == weight.dtype == torch.bfloat16
+        return parts.linear_parts(x, weight, torch.float32) if few else v4.linear_f32(x, weight)
 
     absorb = staticmethod(v4.absorb)
     attend = staticmethod(v4.attend)

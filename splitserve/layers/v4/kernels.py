@@ -75,6 +75,8 @@ __all__ = [
     "index_scores",
     "linear",
     "linear_f32",
+    "linear_f32_parts",
+    "linear_parts",
     "locate_entries",
     "mix_experts",
     "mix_onto",
@@ -137,6 +139,16 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """As in ops/ref/v4/quant.py."""
     out: torch.Tensor = _compiled(x).linear(x, weight)
     return out
+
+
+def linear_parts(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """As `linear`; elsewhere it may come in parts: for rms_norm, rms_norm_rotate and what hc_enter gives."""
+    return linear(x, weight)
+
+
+def linear_f32_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `linear_f32`; elsewhere it may come in parts: for route and route_by_token."""
+    return linear_f32(x, weight)
 
 
 def expert_ffn(x: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:

@@ -46,6 +46,8 @@ from splitserve.ops.triton.multiply import (
     round_placed,
     round_rows,
 )
+from splitserve.ops.triton.parts import FEW, MOST, Parts
+from splitserve.ops.triton.routing import add_up
 from splitserve.ops.triton.v4 import (
     compress,
     experts,
@@ -222,7 +224,7 @@ def _strided(rounded: bool, tokens: int) -> None:
 
 
 def _v4_cases() -> Iterator[Case]:
-    yield Case("route", lambda _: v4.route(meta(8, 256, dtype=F32), meta(256, dtype=F32), count=6, scale=1.5))
+    yield Case("route", _route)
     yield Case("route_by_token", lambda _: v4.route_by_token(
         meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
     yield Case(
@@ -260,22 +262,21 @@ class _Ranks:
         return x
 
 
+def _in_parts(splits: int, *shape: int, dtype: torch.dtype = BF16) -> Parts:
+    return Parts(meta(splits, *shape, dtype=F32), dtype)
+
+
 def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
     x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
     v4.hc_post(x, streams, post, comb)
     x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
-    leave(x, None)
-    for ranks in (2, 4, 8):
-        leave(x, _Ranks(ranks))
-    v4.hc_head(
-        streams,
-        meta(4, 4 * HIDDEN, dtype=F32),
-        meta(4, dtype=F32),
-        meta(1, dtype=F32),
-        eps=1e-6,
-        norm_eps=1e-6,
-    )
+    for y in [x] if tokens > FEW else [x, *(_in_parts(splits, tokens, HIDDEN) for splits in (2, MOST))]:
+        leave(y, None)
+        for ranks in (2, 4, 8):
+            leave(y, _Ranks(ranks))
+    head = meta(4, 4 * HIDDEN, dtype=F32), meta(4, dtype=F32), meta(1, dtype=F32)
+    v4.hc_head(streams, *head, eps=1e-6, norm_eps=1e-6)
 
 
 def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
@@ -332,7 +333,19 @@ def _absorb(_: int) -> None:
             v4.absorb(meta(8, row, dtype=F32), gate, store, step, table=(half, half), dtype=BF16)
 
 
+def _route(_: int) -> None:
+    for logits in (meta(8, 256, dtype=F32), _in_parts(8, 8, 256, dtype=F32)):
+        v4.route(logits, meta(256, dtype=F32), count=6, scale=1.5)
+    add_up(
+        meta(1, 48, HIDDEN), meta(8, 6, dtype=I32), local=range(256), dtype=BF16, plus=_in_parts(8, 8, HIDDEN)
+    )
+
+
 def _norms(_: int) -> None:
+    for splits in (2, 16):
+        both, turns = _in_parts(splits, 8, 1024 + DIM), meta(8, ROPE // 2, dtype=F32)
+        v4.rms_norm(both[:, :1024], meta(1024, dtype=F32), 1e-6)
+        v4.rms_norm_rotate(both[:, 1024:].unsqueeze(1), meta(DIM, dtype=F32), 1e-6, (turns, turns))
     half = meta(8, ROPE // 2, dtype=F32)
     q, kv = meta(8, HEADS, DIM), meta(8, 1, DIM)
     v4.rms_norm(meta(8, HIDDEN), meta(HIDDEN, dtype=F32), 1e-6)

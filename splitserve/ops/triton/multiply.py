@@ -164,14 +164,21 @@ def multiply(
 ) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit; as many places as rows where placed
     """Rows of the result that no group has hold anything. Raises TypeError for weights as they lie in a file."""
     sums, splits = _start(x, weight, groups, share, factors, limit, dtype, placed)
-    if splits == 1:
-        return sums
-    rows, num_out = sums.shape[1:]
+    return sums if splits == 1 else add_up_parts(sums, dtype, factors, limit)
+
+
+def add_up_parts(
+    sums: torch.Tensor,  # [splits, rows, out] float32
+    dtype: torch.dtype,
+    factors: torch.Tensor | None = None,  # as for `multiply`
+    limit: float | None = None,
+) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit
+    splits, rows, num_out = sums.shape
     width = num_out if limit is None else num_out // 2
     out = torch.empty(rows, width, dtype=dtype, device=sums.device)
     launch(
         add_parts, (rows, cdiv(width, 512)),
-        sums, out, out if factors is None else factors, rows, num_out, 0.0 if limit is None else limit,
+        sums.contiguous(), out, out if factors is None else factors, rows, num_out, 0.0 if limit is None else limit,
         GLU=limit is not None, WEIGHTED=factors is not None, SPLITS=splits, BD=512, num_warps=4,
     )  # fmt: skip
     return out
@@ -182,9 +189,10 @@ def multiply_parts(
     weight: Matrix,
     *,
     groups: Groups | Strided | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # [splits, rows, out]
-    """As `multiply`, for somebody who adds the splits up himself; one split is bf16, several are float32."""
-    sums, splits = _start(x, weight, groups, 1, None, None, torch.bfloat16, False)
+    """As `multiply`, for somebody who adds the splits up himself; one split is of `dtype`, several are float32."""
+    sums, splits = _start(x, weight, groups, 1, None, None, dtype, False)
     return sums if splits > 1 else sums[None]
 
 

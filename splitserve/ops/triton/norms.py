@@ -14,17 +14,31 @@ import triton.language as tl
 from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
+from splitserve.ops.triton.parts import Parts
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
 
+@triton.jit
+def _numbers(at, here, step, SPLITS: tl.constexpr, NUM: tl.constexpr):
+    """Numbers, or what parts of them, `step` apart, come to, rounded as if they had been added up before."""
+    if SPLITS == 1:
+        return tl.load(at, mask=here, other=0.0)
+    else:
+        total = tl.load(at, mask=here, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(at + split * step, mask=here, other=0.0)
+        return total.to(NUM)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_turn(
-    x,  # [tokens, heads, D], strided
+    x,  # [tokens, heads, D], strided; where SPLITS > 1 so many parts of it in float32
     weight,  # [D]; WEIGHT only
     cos, sin,  # [tokens, ROPE / 2]; TURN only
     out,  # [tokens * heads, D]
-    num_rows, heads, x_token, x_head, eps,
+    num_rows, heads, x_token, x_head, x_split, eps,
+    SPLITS: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     ROPE: tl.constexpr,  # 0: nothing turns
@@ -43,7 +57,7 @@ def norm_turn(
     col = tl.arange(0, BD)[None, :]
     source = x + (token * x_token + head * x_head)[:, None]
     into = out + row[:, None] * D
-    loaded = tl.load(source + col, mask=here & (col < D), other=0.0)
+    loaded = _numbers(source + col, here & (col < D), x_split, SPLITS, out.dtype.element_ty)
     wide = loaded.to(tl.float32)
     root = tl.full((BR, 1), 1.0, tl.float32)
     if NORM:
@@ -60,8 +74,8 @@ def norm_turn(
         pair = tl.arange(0, ROPE // 2)[None, :]
         first = D - ROPE + (2 * pair if PAIRS else pair)
         second = first + (1 if PAIRS else ROPE // 2)
-        a = tl.load(source + first, mask=here, other=0.0).to(tl.float32) * root
-        b = tl.load(source + second, mask=here, other=0.0).to(tl.float32) * root
+        a = _numbers(source + first, here, x_split, SPLITS, out.dtype.element_ty).to(tl.float32) * root
+        b = _numbers(source + second, here, x_split, SPLITS, out.dtype.element_ty).to(tl.float32) * root
         if WEIGHT == "wide":
             a *= tl.load(weight + first)
             b *= tl.load(weight + second)
@@ -109,7 +123,7 @@ def add_norm(
 
 
 def norm_and_turn(
-    x: torch.Tensor,  # [tokens, heads, size], the last dimension contiguous
+    x: torch.Tensor | Parts,  # [tokens, heads, size], the last dimension contiguous
     *,
     weight: torch.Tensor | None = None,
     eps: float | None = None,  # None: no norm
@@ -119,18 +133,19 @@ def norm_and_turn(
     narrow: bool = False,  # as Llama's twins round: after the quotient, and after each product of a rotation
 ) -> torch.Tensor:  # [tokens, heads, size]
     tokens, heads, size = x.shape
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    out = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
+    read = x.sums if isinstance(x, Parts) else x[None]
+    if read.stride(3) != 1:
+        read = read.contiguous()
+    out = torch.empty(tokens, heads, size, dtype=x.dtype, device=read.device)
     cos, sin = table or (out, out)
     width = next_power_of_2(size)
     rows = max(1, 2048 // width)
     kind = "" if weight is None else "rounded" if narrow else "wide"
     launch(
         norm_turn, (cdiv(tokens * heads, rows),),
-        x, out if weight is None else weight, cos, sin, out,
-        tokens * heads, heads, x.stride(0), x.stride(1), eps or 0.0,
-        D=size, BD=width, ROPE=0 if table is None else 2 * cos.shape[-1], NORM=eps is not None, WEIGHT=kind,
+        read, out if weight is None else weight, cos, sin, out,
+        tokens * heads, heads, read.stride(1), read.stride(2), read.stride(0), eps or 0.0,
+        SPLITS=len(read), D=size, BD=width, ROPE=0 if table is None else 2 * cos.shape[-1], NORM=eps is not None, WEIGHT=kind,
         PAIRS=pairs, BACK=back, NARROW=narrow, BR=rows, num_warps=4 if width < 4096 else 8,
     )  # fmt: skip
     return out

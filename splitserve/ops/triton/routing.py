@@ -9,17 +9,19 @@ import triton.language as tl
 from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow, follow_briefly
+from splitserve.ops.triton.parts import Parts
 
 
 @triton.jit
 def choose_few(
-    logits,  # [T, num_experts]
+    logits,  # [SPLITS, T, num_experts]
     bias,  # [num_experts] float32; "bias" only
     table,  # [vocab, count] int; "token" only
     tokens,  # [T] int64; "token" only
     weights,  # [T, count] float32
     experts,  # [T, count] int32
     num_experts, count, scale,
+    SPLITS: tl.constexpr,
     MODE: tl.constexpr,  # what chooses: "bias", "token", "softmax"
     NORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -30,7 +32,10 @@ def choose_few(
     token = tl.program_id(0).to(tl.int64)
     expert, slot = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
     here = expert < num_experts
-    x = tl.load(logits + token * num_experts + expert, mask=here, other=float("-inf")).to(tl.float32)
+    row = logits + token * num_experts + expert
+    x = tl.load(row, mask=here, other=float("-inf")).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(row + split * tl.num_programs(0) * num_experts, mask=here, other=0.0)
     if MODE == "softmax":
         scores = tl.exp(x - tl.max(x, 0))
         scores /= tl.sum(scores, 0)
@@ -66,11 +71,11 @@ def choose_few(
 def add_choices(
     parts,  # [SPLITS, T * count, D]: rows of experts that are elsewhere hold anything
     experts,  # [T, count] int
-    plus,  # [T, D]; PLUS only
+    plus,  # [PLUS, T, D]
     out,  # [T, D]
     num_pairs, D, count, first, num_local,
     SPLITS: tl.constexpr,
-    PLUS: tl.constexpr,
+    PLUS: tl.constexpr,  # parts
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
@@ -84,8 +89,9 @@ def add_choices(
         for split in tl.static_range(SPLITS):
             at = parts + (split * num_pairs + token * count + i) * D + col
             total += tl.load(at, mask=col < size, other=0.0).to(tl.float32)
-    if PLUS:
-        total += tl.load(plus + token * D + col, mask=col < D, other=0.0).to(tl.float32)
+    for split in tl.static_range(PLUS):
+        at = plus + (split * tl.num_programs(0) + token) * D + col
+        total += tl.load(at, mask=col < D, other=0.0).to(tl.float32)
     tl.store(out + token * D + col, total, mask=col < D)
 
 
@@ -95,22 +101,23 @@ def add_up(
     *,
     local: range,
     dtype: torch.dtype,
-    plus: torch.Tensor | None = None,  # [T, D]
+    plus: torch.Tensor | Parts | None = None,  # [T, D]
 ) -> torch.Tensor:  # [T, D]
     """The sum of each token's choices among the experts that are here, and of `plus`."""
     splits, pairs, size = parts.shape
     tokens, count = experts.shape
     out = torch.empty(tokens, size, dtype=dtype, device=parts.device)
+    more = plus.sums if isinstance(plus, Parts) else plus if plus is None else plus[None]
     launch(
         add_choices, (tokens, cdiv(size, 1024)),
-        parts, experts, out if plus is None else plus, out, pairs, size, count, local.start, len(local),
-        SPLITS=splits, PLUS=plus is not None, BD=1024, num_warps=4,
+        parts, experts, out if more is None else more, out, pairs, size, count, local.start, len(local),
+        SPLITS=splits, PLUS=0 if more is None else len(more), BD=1024, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def choose(
-    logits: torch.Tensor,  # [T, experts]
+    logits: torch.Tensor | Parts,  # [T, experts]
     count: int,
     *,
     mode: str,  # "softmax", "bias" (sqrt of softplus, chosen with a bias) or "token" (the same, chosen by a table)
@@ -121,16 +128,16 @@ def choose(
     normalize: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights float32, experts int32), each [T, count]; best first where scores choose."""
-    logits = logits.contiguous()
     num_tokens, num_experts = logits.shape
-    weights = torch.empty(num_tokens, count, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_tokens, count, dtype=torch.int32, device=logits.device)
+    parts = logits.sums if isinstance(logits, Parts) else logits.contiguous()[None]
+    weights = torch.empty(num_tokens, count, dtype=torch.float32, device=parts.device)
+    experts = torch.empty(num_tokens, count, dtype=torch.int32, device=parts.device)
     none = experts
     launch(
         choose_few, (num_tokens,),
-        logits, weights if bias is None else bias, none if table is None else table.contiguous(),
+        parts, weights if bias is None else bias, none if table is None else table.contiguous(),
         none if tokens is None else tokens, weights, experts, num_experts, count, scale,
-        MODE=mode, NORMALIZE=normalize, EXPERTS=next_power_of_2(num_experts),
+        SPLITS=len(parts), MODE=mode, NORMALIZE=normalize, EXPERTS=next_power_of_2(num_experts),
         COUNT=next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return weights, experts

@@ -9,6 +9,7 @@ from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.dense import Table, rope_table
 from splitserve.ops.triton.multiply import Codes, Strided, expand, multiply, rounded
 from splitserve.ops.triton.norms import norm_and_turn
+from splitserve.ops.triton.parts import Parts
 
 __all__ = [
     "Table",
@@ -24,11 +25,13 @@ FEW_ROWS = 64  # up to here our split product beats cuBLAS on weights of bf16
 
 
 def rms_norm(
-    x: torch.Tensor,  # [..., size]
+    x: torch.Tensor | Parts,  # [..., size]
     weight: torch.Tensor | None,  # [size] float32, or None for no weight
     eps: float,
 ) -> torch.Tensor:  # [..., size]
     """Twin of ref.v4.rms_norm."""
+    if isinstance(x, Parts):
+        return norm_and_turn(x.unsqueeze(1), weight=weight, eps=eps).squeeze(1)
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     return norm_and_turn(rows, weight=weight, eps=eps).view(x.shape)
 
@@ -44,7 +47,7 @@ def rotate_tail(
 
 
 def rms_norm_rotate(
-    x: torch.Tensor,  # [T, heads, head_dim]
+    x: torch.Tensor | Parts,  # [T, heads, head_dim]
     weight: torch.Tensor | None,
     eps: float,
     table: Table,

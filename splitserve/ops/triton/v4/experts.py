@@ -23,6 +23,7 @@ from splitserve.ops.triton.multiply import (
     rounded,
 )
 from splitserve.ops.triton.overlap import follow
+from splitserve.ops.triton.parts import FEW, Parts, linear_parts
 from splitserve.ops.triton.routing import add_up, choose
 
 from .quant import linear, linear_rounded
@@ -46,7 +47,7 @@ def gated(
 
 
 def route(
-    logits: torch.Tensor,  # [T, experts] float32
+    logits: torch.Tensor | Parts,  # [T, experts] float32
     bias: torch.Tensor,  # [experts] float32: counts for the selection only
     *,
     count: int,
@@ -57,7 +58,7 @@ def route(
 
 
 def route_by_token(
-    logits: torch.Tensor,  # [T, experts] float32
+    logits: torch.Tensor | Parts,  # [T, experts] float32
     table: torch.Tensor,  # [vocab, count] int: experts of each token id
     tokens: torch.Tensor,  # [T] int64
     *,
@@ -87,14 +88,16 @@ def expert_ffn(
     weights: torch.Tensor | None = None,  # [n, 1] float32: multiplies what goes into `down`
     *,
     exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
-) -> torch.Tensor:  # [n, hidden]
+    parts: bool = False,  # few rows may come in parts
+) -> torch.Tensor | Parts:  # [n, hidden]
     """Twin of ref.v4.expert_ffn; for few rows gate, up and their product are one kernel."""
     if x.shape[0] >= tuned("expand", arch_of(x))["ROWS"]:
         product = linear if exact else linear_rounded
         inner = clamped_swiglu(product(x, gate_up), limit)
         return product((inner if weights is None else inner * weights).to(x.dtype), down)
     inner = multiply(x if exact else rounded(x, gate_up), gate_up, limit=limit, factors=weights)
-    return multiply(inner if exact else rounded(inner, down), down)
+    last = linear_parts if parts and len(x) <= FEW else multiply
+    return last(inner if exact else rounded(inner, down), down)
 
 
 def mix_experts(
@@ -144,7 +147,7 @@ def mix_onto(
     chosen: tuple[
         torch.Tensor, torch.Tensor
     ],  # weights [T, count] float32, experts [T, count] int, global numbers
-    onto: Callable[[], torch.Tensor],  # [T, hidden] bf16: asked for when all else is under way
+    onto: Callable[[], torch.Tensor | Parts],  # [T, hidden] bf16: asked for when all else is under way
     *,
     local: range,
     whole: bool,  # all experts are here

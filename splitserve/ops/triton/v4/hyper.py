@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -27,12 +27,12 @@ from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_proc
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.exchange import Mailbox, add_ranks
 from splitserve.ops.triton.overlap import follow
+from splitserve.ops.triton.parts import FEW, MOST, Parts
 
 from .sinkhorn import column, hc_gates, mixture, root_of
 
 STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
-FEW = 64  # tokens up to which `expand` runs Sinkhorn
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -117,9 +117,20 @@ def hc_collapse(
     tl.store(x + token * D + col, one, mask=col < D)
 
 
+@triton.jit
+def _pairs(y, here, step, PARTS: tl.constexpr):
+    """Of parts of numbers, `step` apart, pairs of bf16 that they come to, as int32: the even number lowest."""
+    even, odd = tl.load(y, mask=here, other=0.0), tl.load(y + 1, mask=here, other=0.0)
+    for split in tl.static_range(1, PARTS):
+        even += tl.load(y + split * step, mask=here, other=0.0)
+        odd += tl.load(y + split * step + 1, mask=here, other=0.0)
+    low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def hc_expand(
-    y,  # [T, D]; where RANKS > 1 this rank's part, [T, D / 2] int32
+    y,  # [PARTS, T, D], where RANKS > 1 of this rank alone; as [T, D / 2] int32 where PARTS is 1 and RANKS > 1
     streams,  # [T, N, D]
     parts,  # [SPLITS, T, 32] float32; SPLITS only
     base, scale,  # as for hc_collapse; SPLITS only
@@ -132,6 +143,7 @@ def hc_expand(
     N: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: post and comb are there
     RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     # grid: [T, ceil(D / BD)]
@@ -154,12 +166,17 @@ def hc_expand(
         used = turns + token * tl.num_programs(1) + tl.program_id(1)
         turn = tl.load(used) + 1
         here, at = pair < D // 2, token * (D // 2) + pair
-        part = tl.load(y + at, mask=here, other=0)
+        if PARTS > 1:
+            part = _pairs(y + 2 * at, here, tl.num_programs(0) * D, PARTS)
+        else:
+            part = tl.load(y + at, mask=here, other=0)
         even, odd = add_ranks(part, at, here, addresses, turn, rank, half, RANKS)
         new = tl.interleave(even, odd)
         tl.store(used, turn)
     else:
         new = tl.load(y + token * D + col, mask=inside, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, PARTS):
+            new += tl.load(y + (split * tl.num_programs(0) + token) * D + col, mask=inside, other=0.0)
     for k in tl.static_range(N):
         if SPLITS:
             weight = columns[k]
@@ -219,10 +236,10 @@ def hc_enter(
         post, comb = _gates(streams, mixing)
         return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
 
-    def leave(y: torch.Tensor, group: Group | None) -> torch.Tensor:
+    def leave(y: torch.Tensor | Parts, group: Group | None) -> torch.Tensor:
         mailbox = group.mailbox(y) if group else None
-        if mailbox is None and group:
-            y = group.all_reduce(y)
+        if mailbox is None and group and group.size > 1:
+            y = group.all_reduce(y.total() if isinstance(y, Parts) else y)
         return _expand(y, streams, mixing.parts, mixing.parts, mixing, mailbox)
 
     return x, leave
@@ -231,9 +248,11 @@ def hc_enter(
 class Group(Protocol):
     """What a sum between ranks takes (layers/forward.py)."""
 
+    size: int
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def mailbox(self, x: torch.Tensor) -> Mailbox | None: ...
+    def mailbox(self, x: Any) -> Mailbox | None: ...
 
 
 @dataclass(frozen=True)
@@ -304,26 +323,28 @@ def hc_post(
 
 
 def _expand(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    y: torch.Tensor | Parts, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
     mixing: _Mixing | None, mailbox: Mailbox | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`mixing`: post and comb are not there yet. `mailbox`: y is this rank's part, to be added to the others'."""
-    streams, y = streams.contiguous(), y.contiguous()
+    y = y.total() if isinstance(y, Parts) and len(y.sums) > MOST else y
+    streams, given = streams.contiguous(), (y.sums if isinstance(y, Parts) else y[None]).contiguous()
     tokens, n, size = streams.shape
     out = torch.empty_like(streams)
     parts, base, scale = (mixing.parts, mixing.base, mixing.scale) if mixing else (post, post, post)
     columns, warps = (COLUMNS, 1) if mixing else (1024, 4)
     ranks, mail = 1, (post, post, 0, 0)
     if mailbox is not None:
-        y, ranks = y.view(torch.int32), mailbox.size
+        ranks, given = mailbox.size, given if len(given) > 1 else given.view(torch.int32)
         if ranks > 4:  # each rank's place takes registers
             columns //= 2
         mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
     launch(
         hc_expand, (tokens, cdiv(size, columns)),
-        y, streams, parts, base, scale, post, comb, out, *mail, tokens, size,
+        given, streams, parts, base, scale, post, comb, out, *mail, tokens, size,
         mixing.eps if mixing else 0.0, mixing.norm_eps if mixing else 0.0,
-        ITERS=mixing.iters if mixing else 0, N=n, SPLITS=parts.shape[0] if mixing else 0, RANKS=ranks, BD=columns,
+        ITERS=mixing.iters if mixing else 0, N=n, SPLITS=parts.shape[0] if mixing else 0, RANKS=ranks,
+        PARTS=len(given), BD=columns,
         num_warps=warps,
     )  # fmt: skip
     return out
