@@ -168,7 +168,10 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
-    yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
+    yield Case(
+        "round_rows",
+        lambda _: [round_rows(meta(rows, size)) for rows, size in ((8, HIDDEN), (999, HIDDEN), (999, 2048))],
+    )
 
 
 Maker = Callable[..., Codes | Words]
@@ -270,7 +273,8 @@ def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
     x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
     v4.hc_post(x, streams, post, comb)
-    x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
+    x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6,
+                           norm=meta(HIDDEN, dtype=F32))  # fmt: skip
     for y in [x] if tokens > FEW else [x, *(_in_parts(splits, tokens, HIDDEN) for splits in (2, MOST))]:
         leave(y, None)
         for ranks in (2, 4, 8):

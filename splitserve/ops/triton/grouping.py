@@ -179,7 +179,7 @@ def group_pairs(
     launch(group_count, (chunks,), experts, counts, pairs, local.start, held, **sizes, num_warps=4)
     launch(
         group_add, (1,), counts, expert_of, chunks, num_blocks,
-        EXPERTS=size, BM=block, SPAN=64, BC=16, num_warps=8,
+        EXPERTS=size, BM=block, SPAN=64, BC=32, num_warps=8,
     )  # fmt: skip
     launch(group_place, (chunks,), experts, counts, rows_of, pairs, local.start, held, **sizes, num_warps=4)
     return Groups(rows_of, expert_of, num_blocks, block)

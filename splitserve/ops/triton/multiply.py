@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from splitserve.ops.kernels.archs import FIRST_FP8
-from splitserve.ops.kernels.counts import cdiv
+from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 
@@ -23,6 +23,7 @@ from .matrix8 import add_parts, expand_tiles, quantise, weigh8
 from .matrix_many import round_places, weigh_many
 
 BLOCK = 128
+WIDE = 256  # rows from which a program rounds up to 4,096 numbers
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,12 @@ def _quantise(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -
     rows, size = x.shape
     if size % BLOCK:
         raise ValueError(f"rows of {size} numbers: not a multiple of {BLOCK}")
+    wide = (
+        1024 if rows < WIDE else min(4096, next_power_of_2(size))
+    )  # where programs are many they may be long
     launch(
-        quantise, (rows, cdiv(size, 1024)), x, out, out if scales is None else scales, rows, size,
-        NUMBERS=scales is None, FP8=arch_of(x) >= FIRST_FP8, BD=1024, num_warps=4,
+        quantise, (rows, cdiv(size, wide)), x, out, out if scales is None else scales, rows, size,
+        NUMBERS=scales is None, FP8=arch_of(x) >= FIRST_FP8, BD=wide, num_warps=4 if wide <= 1024 else 8,
     )  # fmt: skip
 
 

@@ -103,16 +103,27 @@ def hc_collapse(
     M: tl.constexpr = N if HEAD else 2 * N + N * N
     col = tl.program_id(1) * BD + tl.arange(0, BD)
     # Streams are older than the kernel before this one, which began only after their writer had ended.
-    old = tl.load(streams + (token * N + n[:, None]) * D + col[None, :], mask=col[None, :] < D, other=0.0)
+    # One by one: as rows of one tensor they might lie in different warps, and be added up through shared memory.
+    tl.static_assert(N == 4)
+    at = streams + token * N * D + col
+    a = tl.load(at, mask=col < D, other=0.0)
+    b = tl.load(at + D, mask=col < D, other=0.0)
+    c = tl.load(at + 2 * D, mask=col < D, other=0.0)
+    d = tl.load(at + 3 * D, mask=col < D, other=0.0)
     if NORM:
         weight = tl.load(norm + col, mask=col < D, other=0.0)
     follow()
     root = root_of(mine, step, N * D, norm_eps, M, SPLITS)
     pre = column(mine, n, step, SPLITS) * root * tl.load(scale) + tl.load(base + n)
     pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
-    one = tl.sum(old.to(tl.float32) * pre[:, None], 0)
+    one = a.to(tl.float32) * tl.sum(tl.where(n == 0, pre, 0.0)) + b.to(tl.float32) * tl.sum(
+        tl.where(n == 1, pre, 0.0)
+    )
+    one += c.to(tl.float32) * tl.sum(tl.where(n == 2, pre, 0.0)) + d.to(tl.float32) * tl.sum(
+        tl.where(n == 3, pre, 0.0)
+    )
     if NORM:  # of what a kernel by itself would have been given
-        one = one.to(old.dtype).to(tl.float32)
+        one = one.to(a.dtype).to(tl.float32)
         one *= weight / tl.sqrt(tl.sum(one * one, 0) / D + norm_eps)
     tl.store(x + token * D + col, one, mask=col < D)
 
@@ -289,7 +300,7 @@ def _collapse(streams: torch.Tensor, mixing: _Mixing, norm: torch.Tensor | None 
     tokens, n, size = streams.shape
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     parts, base, scale = mixing.parts, mixing.base, mixing.scale
-    columns, warps = (COLUMNS, 1) if norm is None else (next_power_of_2(size), 8)
+    columns, warps = (COLUMNS, 1) if norm is None else (next_power_of_2(size), 16)
     launch(
         hc_collapse, (tokens, cdiv(size, columns)),
         streams.contiguous(), parts, base, scale, x, base if norm is None else norm, tokens, size,
