@@ -168,65 +168,7 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
-    yield Case(
-        "round_rows",
-        lambda _: [round_rows(meta(rows, size)) for rows, size in ((8, HIDDEN), (999, HIDDEN), (999, 2048))],
-    )
-
-
-Maker = Callable[..., Codes | Words]
-
-
-def _linear(make: Maker, rows: int) -> None:
-    weight = make(1536, HIDDEN)
-    multiply(meta(rows, HIDDEN), weight)
-    multiply(meta(rows, HIDDEN), weight, limit=10.0)
-
-
-def _linear_rounded(make: Maker, rows: int) -> None:
-    small, large = make(1536, HIDDEN), make(32768, 1024)
-    x = quantise_rows(meta(rows, HIDDEN))
-    multiply(x, small)
-    multiply(quantise_rows(meta(rows, 1024)), large)
-    multiply(x, small, limit=10.0)
-
-
-def _experts(make: Maker, rounded: bool, block: int) -> None:
-    gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
-    groups = grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
-    if rounded and many_rows(gate_up, groups):  # see _experts_many: here, what does not come in its tiles
-        gate_up, down = make(256, 4032, HIDDEN), make(256, 4032, 2048)
-    x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
-    rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
-    multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
-    multiply(rows[1], down, groups=groups)
-
-
-def _experts_many(arch: int) -> None:
-    """Rows between the two products by place, of one rank of 1, 2, 4, 8; and what `multiplies_right` tries."""
-    if arch < FIRST_FP8:
-        return
-    for ranks in (1, 2, 4, 8):
-        gate_up, down = (
-            words(256, 4096 // ranks, HIDDEN, eight=True),
-            words(256, HIDDEN, 2048 // ranks, eight=True),
-        )
-        v4.mix_experts(
-            meta(2048, HIDDEN), gate_up, down, meta(2048, 6, dtype=F32), meta(2048, 6, dtype=I32),
-            local=range(256), limit=10.0, exact=False,
-        )  # fmt: skip
-    groups = grouping.group_pairs(meta(6, 1, dtype=I32), local=range(2), block=64)
-    rows = quantise_rows(meta(6, 256)), round_placed(meta(384, 256), groups, 6)
-    for x in rows if many_rows(small := words(2, 256, 256, eight=True), groups) else rows[:1]:
-        multiply(x, small, groups=groups)
-
-
-def _strided(rounded: bool, tokens: int) -> None:
-    x = meta(tokens * 8, HIDDEN)
-    multiply(quantise_rows(x) if rounded else x, tiles(8, 1024, HIDDEN), groups=Strided(8))
-
-
-def _v4_cases() -> Iterator[Case]:
+    yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
     yield Case("route", _route)
     yield Case("route_by_token", lambda _: v4.route_by_token(
         meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
@@ -271,16 +213,16 @@ def _in_parts(splits: int, *shape: int, dtype: torch.dtype = BF16) -> Parts:
 
 def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
-    x, post, comb = v4.hc_pre(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6)
+    scale, how = meta(3, dtype=F32), {"eps": 1e-6, "norm_eps": 1e-6}
+    x, post, comb = v4.hc_pre(streams, fn, base, scale, iters=20, **how)
     v4.hc_post(x, streams, post, comb)
-    x, leave = v4.hc_enter(streams, fn, base, meta(3, dtype=F32), iters=20, eps=1e-6, norm_eps=1e-6,
-                           norm=meta(HIDDEN, dtype=F32))  # fmt: skip
+    x, leave = v4.hc_enter(streams, fn, base, scale, iters=20, norm=meta(HIDDEN, dtype=F32), **how)
     for y in [x] if tokens > FEW else [x, *(_in_parts(splits, tokens, HIDDEN) for splits in (2, MOST))]:
         leave(y, None)
         for ranks in (2, 4, 8):
             leave(y, _Ranks(ranks))
     head = meta(4, 4 * HIDDEN, dtype=F32), meta(4, dtype=F32), meta(1, dtype=F32)
-    v4.hc_head(streams, *head, eps=1e-6, norm_eps=1e-6)
+    v4.hc_head(streams, *head, **how)
 
 
 def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
@@ -346,6 +288,8 @@ def _route(_: int) -> None:
 
 
 def _norms(_: int) -> None:
+    for size in (HIDDEN, 2048):
+        round_rows(meta(999, size))
     for splits in (2, 16):
         both, turns = _in_parts(splits, 8, 1024 + DIM), meta(8, ROPE // 2, dtype=F32)
         v4.rms_norm(both[:, :1024], meta(1024, dtype=F32), 1e-6)
