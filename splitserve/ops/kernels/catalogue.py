@@ -169,6 +169,61 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
     yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
+
+
+Maker = Callable[..., Codes | Words]
+
+
+def _linear(make: Maker, rows: int) -> None:
+    weight = make(1536, HIDDEN)
+    multiply(meta(rows, HIDDEN), weight)
+    multiply(meta(rows, HIDDEN), weight, limit=10.0)
+
+
+def _linear_rounded(make: Maker, rows: int) -> None:
+    small, large = make(1536, HIDDEN), make(32768, 1024)
+    x = quantise_rows(meta(rows, HIDDEN))
+    multiply(x, small)
+    multiply(quantise_rows(meta(rows, 1024)), large)
+    multiply(x, small, limit=10.0)
+
+
+def _experts(make: Maker, rounded: bool, block: int) -> None:
+    gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
+    groups = grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
+    if rounded and many_rows(gate_up, groups):  # see _experts_many: here, what does not come in its tiles
+        gate_up, down = make(256, 4032, HIDDEN), make(256, 4032, 2048)
+    x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
+    rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
+    multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
+    multiply(rows[1], down, groups=groups)
+
+
+def _experts_many(arch: int) -> None:
+    """Rows between the two products by place, of one rank of 1, 2, 4, 8; and what `multiplies_right` tries."""
+    if arch < FIRST_FP8:
+        return
+    for ranks in (1, 2, 4, 8):
+        gate_up, down = (
+            words(256, 4096 // ranks, HIDDEN, eight=True),
+            words(256, HIDDEN, 2048 // ranks, eight=True),
+        )
+        v4.mix_experts(
+            meta(2048, HIDDEN), gate_up, down, meta(2048, 6, dtype=F32), meta(2048, 6, dtype=I32),
+            local=range(256), limit=10.0, exact=False,
+        )  # fmt: skip
+    groups = grouping.group_pairs(meta(6, 1, dtype=I32), local=range(2), block=64)
+    rows = quantise_rows(meta(6, 256)), round_placed(meta(384, 256), groups, 6)
+    for x in rows if many_rows(small := words(2, 256, 256, eight=True), groups) else rows[:1]:
+        multiply(x, small, groups=groups)
+
+
+def _strided(rounded: bool, tokens: int) -> None:
+    x = meta(tokens * 8, HIDDEN)
+    multiply(quantise_rows(x) if rounded else x, tiles(8, 1024, HIDDEN), groups=Strided(8))
+
+
+def _v4_cases() -> Iterator[Case]:
     yield Case("route", _route)
     yield Case("route_by_token", lambda _: v4.route_by_token(
         meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
