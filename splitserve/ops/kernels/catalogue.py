@@ -48,26 +48,12 @@ from splitserve.ops.triton.multiply import (
 )
 from splitserve.ops.triton.parts import FEW, MOST, Parts
 from splitserve.ops.triton.routing import add_up
-from splitserve.ops.triton.v4 import (
-    compress,
-    experts,
-    hyper,
-    indexer,
-    rating,
-    rows,
-    singles,
-    sinkhorn,
-    sparse,
-    sparse_few,
-    sparse_many,
-    sparse_scratch,
-)
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, matrix_many, moves, norms, routing, sampling,
-    compress, experts, hyper, indexer, rating, rows, singles, sinkhorn, sparse, sparse_few,
-    sparse_many, sparse_scratch,
+    v4.compress, v4.experts, v4.hyper, v4.indexer, v4.rating, v4.rows, v4.singles, v4.sinkhorn, v4.sparse,
+    v4.sparse_few, v4.sparse_many, v4.sparse_scratch,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -298,7 +284,7 @@ def _attend_many(row: tuple[int, torch.dtype], arch: int) -> None:
     for heads in sizes("attend_many", arch):
         q, sink = meta(tokens, heads, DIM), meta(heads, dtype=F32)
         for some in (far, None):
-            sparse_many.attend_many(
+            v4.sparse_many.attend_many(
                 q, near, some, sink, q, scale=DIM**-0.5, rope_dim=ROPE, turn_back=(half, half)
             )
 
