@@ -254,16 +254,20 @@ def _in_parts(splits: int, *shape: int, dtype: torch.dtype = BF16) -> Parts:
 
 def _hyper(tokens: int) -> None:
     streams, fn, base = meta(tokens, 4, HIDDEN), meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32)
-    scale, how = meta(3, dtype=F32), {"eps": 1e-6, "norm_eps": 1e-6}
-    x, post, comb = v4.hc_pre(streams, fn, base, scale, iters=20, **how)
+    scale, eps = meta(3, dtype=F32), 1e-6
+    x, post, comb = v4.hc_pre(streams, fn, base, scale, iters=20, eps=eps, norm_eps=eps)
     v4.hc_post(x, streams, post, comb)
-    x, leave = v4.hc_enter(streams, fn, base, scale, iters=20, norm=meta(HIDDEN, dtype=F32), **how)
-    for y in [x] if tokens > FEW else [x, *(_in_parts(splits, tokens, HIDDEN) for splits in (2, MOST))]:
+    norm = meta(HIDDEN, dtype=F32)
+    x, leave = v4.hc_enter(streams, fn, base, scale, iters=20, eps=eps, norm_eps=eps, norm=norm)
+    given: list[torch.Tensor | Parts] = [x]
+    if tokens <= FEW:
+        given += [_in_parts(splits, tokens, HIDDEN) for splits in (2, MOST)]
+    for y in given:
         leave(y, None)
         for ranks in (2, 4, 8):
             leave(y, _Ranks(ranks))
     head = meta(4, 4 * HIDDEN, dtype=F32), meta(4, dtype=F32), meta(1, dtype=F32)
-    v4.hc_head(streams, *head, **how)
+    v4.hc_head(streams, *head, eps=eps, norm_eps=eps)
 
 
 def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:
