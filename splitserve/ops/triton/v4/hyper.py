@@ -236,7 +236,7 @@ def hc_enter(
     eps: float,
     norm_eps: float,
     norm: torch.Tensor | None = None,  # [D] float32
-) -> tuple[torch.Tensor, Callable[[torch.Tensor, Group | None], torch.Tensor]]:
+) -> tuple[torch.Tensor, Callable[[Any, Group | None], torch.Tensor]]:
     """hc_pre's x, rms_norm of it where there is a weight for that, and hc_post of what comes of it, summed over a
     group's ranks (None: there are no others). With few tokens the mixture is worked out there, and the sum is part of
     the same kernel where the group has a mailbox for it.
