@@ -175,32 +175,49 @@ def test_mix_experts(form: Any, tokens: int) -> None:
         )
 
 
-@pytest.mark.parametrize("tokens", [100, 1000])
+@pytest.mark.parametrize("tokens", [1, 2, 20, 100, 1000])
 @pytest.mark.parametrize("ffn", [2048, 1024, 512])
-def test_experts_of_many_rows(monkeypatch: pytest.MonkeyPatch, ffn: int, tokens: int) -> None:
-    """To the bit what a few rows' kernel gives, also as a graph: experts without rows, and pairs that are elsewhere."""
+@pytest.mark.parametrize("lanes", [False, True])
+def test_experts_in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, ffn: int, tokens: int, *, lanes: bool
+) -> None:
+    """Codes in words and in lanes, rows by place, also as a graph: experts without rows, and pairs that are elsewhere.
+
+    Words give a few rows' bits to many rows, and lanes the same sums in another order.
+    """
     from splitserve.ops.kernels.launch import listing
     from splitserve.ops.triton import multiply, v4
     from splitserve.ops.triton.v4 import experts as v4_experts
+    from splitserve.ops.triton.v4 import quant
 
-    gate_up, down = (v4.prepare(mxfp4(16, *s), exact=False) for s in ((2 * ffn, 4096), (4096, ffn)))
-    x, weights = torch.randn(tokens, 4096).bfloat16(), torch.rand(tokens, 6)
+    weights = [mxfp4(16, 2 * ffn, 4096), mxfp4(16, 4096, ffn)]
+    words = [quant.repack(w, eight=True) for w in weights]
+    ready = [quant.in_lanes(w) for w in weights] if lanes else words
+    assert all(type(v4.prepare(w, exact=False)) is multiply.Lanes for w in weights)
+    x, factors = torch.randn(tokens, 4096).bfloat16(), torch.rand(tokens, 6)
     experts = torch.rand(tokens, 20).argsort(-1)[:, :6].int()
     experts[experts == 9] = 2
-    experts[5] = 19  # nothing of this token's is here
+    experts[tokens // 2] = 19  # nothing of this token's is here
+    if tokens == 1:
+        experts = torch.tensor([[2, 5, 11, 17, 8, 3]], dtype=torch.int32)
 
-    def mix() -> torch.Tensor:
-        return v4.mix_experts(x, gate_up, down, weights, experts, local=range(2, 18), limit=1.0, exact=False)
+    def mix(pair: list[Any] = ready) -> torch.Tensor:
+        return v4.mix_experts(x, *pair, factors, experts, local=range(2, 18), limit=1.0, exact=False)
 
     with monkeypatch.context() as patch, listing() as names:
         for module in (multiply, v4_experts):
             patch.setattr(module, "many_rows", lambda *_: False)
-        want = mix()
-    assert "weigh_many" not in names
+        want = mix(words)
+    assert names.count("weigh8") == 2
     with listing() as names:
-        check(mix, want, EXACT)
-    assert "weigh_many" in names
-    assert torch.equal(mix(), want)
+        check(
+            mix, want, 4 * BF16 if lanes else EXACT
+        )  # what is rounded between the products may fall otherwise
+    few = tokens * 6 <= 8 * 16
+    assert names.count("weigh_lanes" if lanes else "weigh8" if few else "weigh_many") == 4
+    got = mix()
+    assert lanes or torch.equal(got, want)
+    want = got.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = mix()
@@ -208,6 +225,26 @@ def test_experts_of_many_rows(monkeypatch: pytest.MonkeyPatch, ffn: int, tokens:
         got.fill_(math.nan)
         graph.replay()
         assert torch.equal(got, want)
+
+
+def test_codes_in_lanes_are_exact() -> None:
+    """Groups from 2^11 below the largest of their row to it, and empty ones far below it."""
+    from splitserve.ops.ref import v4 as ref4
+    from splitserve.ops.triton.grouping import group_pairs
+    from splitserve.ops.triton.multiply import multiply, quantise_rows
+    from splitserve.ops.triton.v4 import quant
+
+    codes = torch.randint(0, 256, (2, 512, 512), dtype=torch.uint8)
+    codes[0, :, 16:32] = 0x80
+    scales = torch.randint(117, 129, (2, 512, 32), dtype=torch.uint8)
+    scales[:, :, 0], scales[:, :, 31], scales[0, :, 1] = 117, 128, 3
+    four = ref4.Mxfp4(codes, scales)
+    ready = quant.in_lanes(four)
+    rows = quantise_rows(torch.eye(1024).bfloat16(), lanes=True)
+    for expert, block in ((0, 16), (1, 64)):
+        groups = group_pairs(torch.full((1024, 1), expert), local=range(2), block=block)
+        got = multiply(rows, ready, groups=groups, dtype=torch.float32)
+        assert torch.equal(got, ref4.dequantise(four, torch.float32)[expert].T)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 2048])

@@ -278,6 +278,62 @@ def test_experts_of_many_rows(monkeypatch: pytest.MonkeyPatch, *, half: bool) ->
     assert error(got, ref4.mix_experts(x.float(), a, b, weights, experts, local=range(1, 4), limit=0.5)) < 0.1
 
 
+def test_every_code_in_lanes_has_its_value() -> None:
+    """Groups from 2^11 below the largest of their row to it, empty ones far below; blocks of few rows and of many."""
+    codes = (
+        ((torch.arange(2 * 128 * 128) * 37 + torch.arange(2 * 128 * 128) // 256) % 256)
+        .to(torch.uint8)
+        .view(2, 128, 128)
+    )
+    codes[0, :, 16:32] = 0x80  # two zeros, one of them negative
+    scales = torch.randint(117, 129, (2, 128, 8), dtype=torch.uint8)
+    scales[:, :, 0], scales[:, :, 7], scales[0, :, 1] = 117, 128, 3
+    four = ref4.Mxfp4(codes, scales)
+    ready = quant.in_lanes(four)
+    assert ready is not None
+    rows = multiply.quantise_rows(torch.eye(256).bfloat16(), lanes=True)
+    for expert, block in ((0, 16), (1, 64)):
+        groups = grouping.group_pairs(torch.full((256, 1), expert), local=range(2), block=block)
+        got = multiply.multiply(rows, ready, groups=groups, dtype=torch.float32)
+        assert torch.equal(got, ref4.dequantise(four, torch.float32)[expert].T)
+
+
+def test_what_does_not_lie_in_lanes() -> None:
+    """Groups that are too far apart, rows or matrices of other sizes, and single matrices."""
+    far, exact = mxfp4(2, 128, 256), mxfp4(2, 128, 256)
+    far.scales[1, 5, 3] = int(far.scales[1, 5].max()) - 12
+    assert quant.in_lanes(far) is None
+    for other in (mxfp4(2, 128, 128), mxfp4(2, 64, 256), mxfp4(128, 256)):
+        assert quant.in_lanes(other) is None
+    x, groups = (
+        torch.randn(3, 256).bfloat16(),
+        grouping.group_pairs(torch.zeros(3, 1), local=range(2), block=16),
+    )
+    with pytest.raises(TypeError, match="in the order of lanes"):
+        multiply.multiply(multiply.quantise_rows(x, lanes=True), for_rounded(exact), groups=groups)
+    with pytest.raises(TypeError, match="no kernel for weights of type Lanes"):
+        multiply.multiply(multiply.quantise_rows(x), quant.in_lanes(exact), groups=groups)
+
+
+@pytest.mark.parametrize(("tokens", "mixed"), first_of((3, False), (40, False), (40, True)))
+def test_experts_in_lanes(tokens: int, *, mixed: bool) -> None:
+    """Few tokens, in parts, and many, by place: an expert without rows, blocks half full, experts elsewhere."""
+    gate_up, down = mxfp4(4, 512, 512), mxfp4(4, 512, 256)
+    if mixed:  # then `down` stays in words
+        down.scales[2, 0, 0] = int(down.scales[2, 0].max()) - 12
+    a, b = (ref4.Mxfp4(w.codes[1:], w.scales[1:]) for w in (gate_up, down))  # expert 0 is elsewhere
+    x, weights = torch.randn(tokens, 512).bfloat16(), torch.rand(tokens, 2)
+    experts = torch.stack([torch.arange(tokens) % 2, torch.full((tokens,), 3)], 1)  # nobody wants 2
+    experts[1] = 0  # nothing of this token's is here
+    how = {"local": range(1, 4), "limit": 0.5, "exact": False}
+    want = v4.mix_experts(x, for_rounded(a), for_rounded(b), weights, experts, **how)
+    STARTED.discard("weigh_lanes")
+    got = v4.mix_experts(x, quant.in_lanes(a), quant.in_lanes(b) or for_rounded(b), weights, experts, **how)
+    assert "weigh_lanes" in STARTED
+    assert error(got, want) < 2 * BF16
+    assert not got[1].any()
+
+
 def test_rows_by_place_need_their_kernel() -> None:
     groups = grouping.group_pairs(torch.zeros(5, 1, dtype=torch.int32), local=range(1), block=16)
     placed = multiply.round_placed(torch.randn(len(groups.rows_of), 128).bfloat16(), groups, 5)

@@ -17,10 +17,10 @@ from splitserve.ops.triton import v4
 from splitserve.ops.triton.grouping import Groups, group_pairs
 from splitserve.ops.triton.multiply import (
     Codes,
+    Lanes,
     Placed,
     Rounded,
     Strided,
-    Words,
     many_rows,
     multiply,
     multiply_parts,
@@ -54,10 +54,10 @@ def codes(out: int, size: int) -> Codes:
     return Codes(values.view(torch.float8_e4m3fn), scales, (128, 128), True)
 
 
-def words(experts_: int, out: int, size: int) -> Words:
+def lanes(experts_: int, out: int, size: int) -> Lanes:
     values = torch.empty(experts_, out, size // 4, dtype=torch.int16, device="cuda").random_(-32768, 32768)
-    scales = torch.full((experts_, size // 128, out), 0x77767578, dtype=torch.int32, device="cuda")
-    return Words(values, scales, eight=True)
+    scales = torch.randint(4, 8, (experts_, size // 256, out, 2, 4), dtype=torch.uint8, device="cuda")
+    return Lanes(values, scales, torch.full((experts_, out), 2.0**-8, device="cuda"))
 
 
 def linears(tokens: int) -> Iterator[Case]:
@@ -121,7 +121,7 @@ def linears(tokens: int) -> Iterator[Case]:
 
 def experts(tokens: int) -> Iterator[Case]:
     """Routed experts with e2m1 codes: grouping, gate and up with SwiGLU, down, the sum of choices."""
-    gate_up, down = words(EXPERTS, 2 * FFN, HIDDEN), words(EXPERTS, HIDDEN, FFN)
+    gate_up, down = lanes(EXPERTS, 2 * FFN, HIDDEN), lanes(EXPERTS, HIDDEN, FFN)
     drawn = _drawn(tokens)
     distinct = sum(len(d.unique()) for d in drawn) / len(drawn)
     load = ceil(tokens * COUNT / EXPERTS)
@@ -185,10 +185,10 @@ def _drawn(tokens: int) -> list[torch.Tensor]:
     return [n.argsort(-1)[:, :COUNT].int().contiguous() for n in numbers_]
 
 
-def _between(pairs: int, down: Words, groups: Groups) -> torch.Tensor | Rounded:
+def _between(pairs: int, down: Lanes, groups: Groups) -> torch.Tensor | Rounded:
     """Rows for `down`, as gate_up leaves them."""
-    if down.eight and many_rows(down, groups):
-        return round_placed(numbers(len(groups.rows_of), FFN), groups, pairs)
+    if many_rows(down, groups):
+        return round_placed(numbers(len(groups.rows_of), FFN), groups, pairs, lanes=True)
     return rounded(numbers(pairs, FFN), down)
 
 

@@ -79,7 +79,7 @@ def missing(built: Iterable[Built], archs: Sequence[int]) -> list[str]:
     return sorted(f"{name} for sm_{arch}" for name, arch in absent if not (name in EIGHT_BITS and arch < 89))
 
 
-EIGHT_BITS = {"weigh8", "weigh_many", "round_places"}
+EIGHT_BITS = {"weigh8", "weigh_many", "weigh_lanes", "round_places"}
 """Kernels that need products of eight bits; elsewhere their work is done in bf16, with the same result."""
 
 

@@ -28,6 +28,7 @@ from splitserve.ops.triton import (
     grouping,
     matrix,
     matrix8,
+    matrix_lanes,
     matrix_many,
     moves,
     norms,
@@ -43,22 +44,21 @@ from splitserve.ops.triton.multiply import (
     many_rows,
     multiply,
     quantise_rows,
-    round_placed,
     round_rows,
 )
 from splitserve.ops.triton.parts import FEW, MOST, Parts
 from splitserve.ops.triton.routing import add_up
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
+from .catalogue_experts import experts_eight
+from .meta import BF16, DIM, F32, HEADS, HIDDEN, I32, I64, LATENT, ROPE, U8, meta, tiles, words
+
 HOLDERS: tuple[ModuleType, ...] = (
-    attention, dense, digest, grouping, matrix, matrix8, matrix_many, moves, norms, routing, sampling,
-    v4.compress, v4.experts, v4.hyper, v4.indexer, v4.rating, v4.rows, v4.singles, v4.sinkhorn, v4.sparse,
+    attention, dense, digest, grouping, matrix, matrix8, matrix_lanes, matrix_many, moves, norms, routing,
+    sampling, v4.compress, v4.experts, v4.hyper, v4.indexer, v4.rating, v4.rows, v4.singles, v4.sinkhorn, v4.sparse,
     v4.sparse_few, v4.sparse_many, v4.sparse_scratch,
 )  # fmt: skip
 """The modules that define kernels."""
-
-BF16, F32, I32, I64, U8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
-HIDDEN, HEADS, DIM, ROPE, LATENT = 4096, 64, 512, 64, 584
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,6 @@ def cases() -> Iterator[Case]:
     yield from _v4_cases()
     yield from _llama_cases()
     yield from _other_cases()
-
-
-def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def tiles(*shape: int) -> Codes:
-    scales = meta(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), dtype=F32)
-    return Codes(meta(*shape, dtype=torch.float8_e4m3fn), scales, (128, 128), True)
-
-
-def words(*shape: int, eight: bool = False) -> Words:
-    codes = meta(*shape[:-1], shape[-1] // 4, dtype=torch.int16)
-    return Words(codes, meta(*shape[:-2], shape[-1] // 128, shape[-2], dtype=torch.int32), eight)
 
 
 def _each(kernel: str, start: Callable[[int], object]) -> Callable[[int], None]:
@@ -150,7 +136,7 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case(
         "linear_bf16", _each("weigh_bf16", lambda n: multiply(meta(n, HIDDEN), meta(2624, HIDDEN), dtype=F32))
     )
-    yield Case("experts_many", _experts_many)
+    yield Case("experts_eight", experts_eight)
     yield Case("strided_e4m3", _each("weigh_e4m3", partial(_strided, False)))
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
@@ -177,31 +163,12 @@ def _linear_rounded(make: Maker, rows: int) -> None:
 def _experts(make: Maker, rounded: bool, block: int) -> None:
     gate_up, down, tokens = make(256, 4096, HIDDEN), make(256, HIDDEN, 2048), block * 16
     groups = grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
-    if rounded and many_rows(gate_up, groups):  # see _experts_many: here, what does not come in its tiles
+    if rounded and many_rows(gate_up, groups):  # see experts_eight: here, what does not come in its tiles
         gate_up, down = make(256, 4032, HIDDEN), make(256, 4032, 2048)
     x, inner = meta(tokens, HIDDEN), meta(tokens * 6, 2048)
     rows = (quantise_rows(x), quantise_rows(inner)) if rounded else (x, inner)
     multiply(rows[0], gate_up, groups=groups, share=6, factors=meta(tokens * 6, dtype=F32), limit=10.0)
     multiply(rows[1], down, groups=groups)
-
-
-def _experts_many(arch: int) -> None:
-    """Rows between the two products by place, of one rank of 1, 2, 4, 8; and what `multiplies_right` tries."""
-    if arch < FIRST_FP8:
-        return
-    for ranks in (1, 2, 4, 8):
-        gate_up, down = (
-            words(256, 4096 // ranks, HIDDEN, eight=True),
-            words(256, HIDDEN, 2048 // ranks, eight=True),
-        )
-        v4.mix_experts(
-            meta(2048, HIDDEN), gate_up, down, meta(2048, 6, dtype=F32), meta(2048, 6, dtype=I32),
-            local=range(256), limit=10.0, exact=False,
-        )  # fmt: skip
-    groups = grouping.group_pairs(meta(6, 1, dtype=I32), local=range(2), block=64)
-    rows = quantise_rows(meta(6, 256)), round_placed(meta(384, 256), groups, 6)
-    for x in rows if many_rows(small := words(2, 256, 256, eight=True), groups) else rows[:1]:
-        multiply(x, small, groups=groups)
 
 
 def _strided(rounded: bool, tokens: int) -> None:

@@ -144,11 +144,66 @@ def e2m1_bytes(words, scale, NATIVE: tl.constexpr):
     else:
         w0, w1, w2, w3 = _pick(words, 0), _pick(words, 1), _pick(words, 2), _pick(words, 3)
         return (
-            _spread(w0, w0 | (w1 << 16), 7, scale & 15),
-            _spread(w1, w0 | (w1 << 16), 3, (scale >> 4) & 15),
-            _spread(w2, w2 | (w3 << 16), 7, (scale >> 8) & 15),
-            _spread(w3, w2 | (w3 << 16), 3, (scale >> 12) & 15),
+            _spread(w0, w0 | (w1 << 16), 7, (scale & 15)[:, None]),
+            _spread(w1, w0 | (w1 << 16), 3, ((scale >> 4) & 15)[:, None]),
+            _spread(w2, w2 | (w3 << 16), 7, ((scale >> 8) & 15)[:, None]),
+            _spread(w3, w2 | (w3 << 16), 3, ((scale >> 12) & 15)[:, None]),
         )
+
+
+@triton.jit
+def e2m1_lanes(words, over, NATIVE: tl.constexpr):
+    """As e2m1_bytes, of words [n, 32] of which word 8 t + 4 h + c belongs to group t: four tensors [n, 32], c = 0..3.
+
+    Number 32 t + 16 h + 4 c + b of a block is at 8 t + 4 h + b of tensor c. `over` [n, 4] uint8: exponents 0..11 of the
+    groups. Four words of a row that lie in one thread have one scale here, not four.
+    """
+    exponent = over.to(tl.int32)
+    n: tl.constexpr = words.shape[0]
+    if NATIVE:
+        low, high = _bytes_of(exponent)
+        low = tl.reshape(tl.broadcast_to(low[:, :, None], (n, 4, 8)), (n, 32))
+        high = tl.reshape(tl.broadcast_to(high[:, :, None], (n, 4, 8)), (n, 32))
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, n, t;
+            and.b32 m, $4, 0x77777777;
+            prmt.b32 t, $6, $10, m;
+            lop3.b32 $0, $4, 0x80808080, t, 0xea;
+            shr.u32 n, m, 16;
+            prmt.b32 t, $6, $10, n;
+            shl.b32 n, $4, 4;
+            lop3.b32 $1, n, 0x80808080, t, 0xea;
+            and.b32 m, $5, 0x77777777;
+            prmt.b32 t, $6, $10, m;
+            lop3.b32 $2, $5, 0x80808080, t, 0xea;
+            shr.u32 n, m, 16;
+            prmt.b32 t, $6, $10, n;
+            shl.b32 n, $5, 4;
+            lop3.b32 $3, n, 0x80808080, t, 0xea;
+            }""",
+            "=r,=r,=r,=r,r,r" + ",r" * 8,
+            [words, low, high],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        w0, w1, w2, w3 = _pick(words, 0), _pick(words, 1), _pick(words, 2), _pick(words, 3)
+        wide = tl.reshape(tl.broadcast_to(exponent[:, :, None], (n, 4, 2)), (n, 8))
+        return (
+            _spread(w0, w0 | (w1 << 16), 7, wide),
+            _spread(w1, w0 | (w1 << 16), 3, wide),
+            _spread(w2, w2 | (w3 << 16), 7, wide),
+            _spread(w3, w2 | (w3 << 16), 3, wide),
+        )
+
+
+@triton.jit
+def in_lanes(codes):
+    """[..., 128] bytes of rows in the order in which e2m1_lanes has those of weights: 32 c + 16 h + 4 t + b."""
+    apart = tl.reshape(codes, (codes.numel // 128, 4, 2, 4, 4))  # t, h, c, b
+    return tl.reshape(tl.permute(apart, (0, 3, 2, 1, 4)), codes.shape)
 
 
 @triton.jit
@@ -166,13 +221,16 @@ def _pick(words, which: tl.constexpr):
 
 @triton.jit
 def _spread(sizes, signs, FIRST: tl.constexpr, exponent):
-    """float32 [n, 32]: four numbers of each word [n, 8]; their signs are bits FIRST, FIRST + 8, ... of `signs`."""
+    """float32 [n, 32]: four numbers of each word [n, 8]; their signs are bits FIRST, FIRST + 8, ... of `signs`.
+
+    `exponent` is [n, 1] or [n, 8].
+    """
     i = tl.arange(0, 4)[None, None, :]
     bits = ((sizes[:, :, None] >> (4 * i)) & 7) << 22
     sign = ((signs[:, :, None] >> (8 * i + FIRST)) & 1) << 31
     numbers = (bits | sign).to(tl.float32, bitcast=True) * (2.0**126)
     scale = ((exponent + (127 - 5)) << 23).to(tl.float32, bitcast=True)
-    return tl.reshape(numbers * scale[:, None, None], (sizes.shape[0], 32))
+    return tl.reshape(numbers * scale[:, :, None], (sizes.shape[0], 32))
 
 
 @triton.jit

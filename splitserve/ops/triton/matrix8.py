@@ -19,6 +19,7 @@ from splitserve.ops.triton.codes import (
     e4m3_bits,
     e4m3_numbers,
     e4m3_scale,
+    in_lanes,
     to_e4m3,
 )
 from splitserve.ops.triton.matrix import put, silu_times, tile_columns, tile_rows
@@ -136,9 +137,10 @@ def add_parts(
 def quantise(
     x,  # [rows, K]
     codes,  # [rows, K] bytes; NUMBERS: what they stand for, in x's type
-    scales,  # [K / 128, rows] float32; not where NUMBERS
+    scales,  # [K / 128, rows] float32; [K / 256, rows, 2] where LANES; not where NUMBERS
     num_rows, K,
     NUMBERS: tl.constexpr,
+    LANES: tl.constexpr,  # codes in the order of lanes
     FP8: tl.constexpr,  # the processor converts to e4m3
     BD: tl.constexpr,
 ):  # fmt: skip
@@ -154,8 +156,9 @@ def quantise(
         numbers = e4m3_bits(code, FP8).to(tl.float32) * (2.0**E4M3_BIAS) * scale[:, None]
         tl.store(codes + row * K + col, numbers, mask=col < K)
     else:
-        tl.store(codes + row * K + col, code, mask=col < K)
-        tl.store(scales + group * num_rows + row, scale, mask=group < K // 128)
+        tl.store(codes + row * K + col, in_lanes(code) if LANES else code, mask=col < K)
+        to = (group // 2 * num_rows + row) * 2 + group % 2 if LANES else group * num_rows + row
+        tl.store(scales + to, scale, mask=group < K // 128)
 
 
 @triton.jit

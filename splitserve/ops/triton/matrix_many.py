@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splitserve.ops.triton.codes import common_scale, e2m1_bytes, e4m3_numbers, e4m3_scale, to_e4m3
+from splitserve.ops.triton.codes import common_scale, e2m1_bytes, e4m3_numbers, e4m3_scale, in_lanes, to_e4m3
 from splitserve.ops.triton.matrix import silu_times
 from splitserve.ops.triton.overlap import follow
 
@@ -118,9 +118,10 @@ def weigh_many(
 def round_places(
     x,  # [places, K]
     codes,  # [places, K] bytes
-    scales,  # [K / 128 + 1, places] float32
+    scales,  # [K / 128 + 1, places] float32; [K / 256, places, 2] where LANES
     rows_of, expert_of,
     places, K,
+    LANES: tl.constexpr,  # codes in the order of lanes
     FP8: tl.constexpr,  # the processor converts to e4m3
     BM: tl.constexpr,  # places of a block
     BP: tl.constexpr,  # places of a program
@@ -139,6 +140,8 @@ def round_places(
     mask = here[:, None, None] & (col < K)[None, :, :]
     wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     scale = e4m3_scale(tl.max(tl.abs(wide), 2))
-    tl.store(codes + at, to_e4m3(wide / scale[:, :, None], FP8), mask=mask)
-    into = scales + group[None, :] * places + place[:, None]
-    tl.store(into, scale, mask=here[:, None] & (group < K // 128)[None, :])
+    code = to_e4m3(wide / scale[:, :, None], FP8)
+    tl.store(codes + at, in_lanes(code) if LANES else code, mask=mask)
+    g, p = group[None, :], place[:, None]
+    to = (g // 2 * places + p) * 2 + g % 2 if LANES else g * places + p
+    tl.store(scales + to, scale, mask=here[:, None] & (group < K // 128)[None, :])

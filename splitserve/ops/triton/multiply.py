@@ -2,7 +2,8 @@
 
 numbers   rows of bf16, exact products (matrix.py)
 codes     rows rounded to e4m3 first, as the models' own recipe has it (matrix8.py); needs sm_89
-          of e2m1 in experts' groups of many rows there is another form, with the same bits (matrix_many.py)
+          of e2m1 in experts' groups there are other forms: for codes that lie in the order of lanes (matrix_lanes.py),
+          and for many rows, with the same bits (matrix_many.py)
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from splitserve.ops.kernels.tuned import tuned
 from .grouping import Groups
 from .matrix import weigh
 from .matrix8 import add_parts, expand_tiles, quantise, weigh8
+from .matrix_lanes import weigh_lanes
 from .matrix_many import round_places, weigh_many
 
 BLOCK = 128
+MANY = 64  # rows of a block from which results lie by place between two products
 WIDE = 256  # rows from which a program rounds up to 4,096 numbers
 
 
@@ -57,11 +60,26 @@ class Words:
 
 
 @dataclass(frozen=True)
+class Lanes:
+    """E2M1 weights of experts in the order of lanes, for rows that are rounded into that order too (see `repack`)."""
+
+    codes: torch.Tensor  # [experts, out, in / 4] int16, in memory as that of Words
+    scales: torch.Tensor  # [experts, in / 256, out, 2, 4] uint8: of each group over its row's base
+    bases: torch.Tensor  # [experts, out] float32
+
+    @staticmethod
+    def fits(num_out: int, size: int) -> bool:
+        """Whether such a matrix comes in whole tiles of all architectures."""
+        return num_out % BLOCK == 0 and size % (2 * BLOCK) == 0
+
+
+@dataclass(frozen=True)
 class Rounded:
     """Rows in e4m3, one scale for 128 neighbours."""
 
     codes: torch.Tensor  # [rows, size] float8_e4m3fn
-    scales: torch.Tensor  # [size / 128, rows] float32
+    scales: torch.Tensor  # [size / 128, rows] float32; [size / 256, rows, 2] in the order of lanes
+    lanes: bool  # codes of each 128 are in the order of lanes
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -69,9 +87,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Placed(Rounded):
-    """Rounded rows at the places of groups; there is one row of scales that nobody needs: it is read ahead.
+    """Rounded rows at the places of groups; places without a row hold anything.
 
-    Places without a row hold anything.
+    Scales that are not in pairs have one row more, that nobody needs: it is read ahead.
     """
 
     rows: int  # pairs that may have places
@@ -87,35 +105,46 @@ class Strided:
     count: int
 
 
-Matrix = torch.Tensor | Codes | Words
+Matrix = torch.Tensor | Codes | Words | Lanes
 """[out, in], or a stack of them where there are groups."""
 
 
 def quantise_rows(
-    x: torch.Tensor,  # [rows, size], size a multiple of 128
+    x: torch.Tensor,  # [rows, size], size a multiple of 128; of 256 with lanes
+    *,
+    lanes: bool = False,  # in the order of lanes
 ) -> Rounded:
     """Each 128 neighbours divided by the power of two that brings them to at most 448, rounded to e4m3."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(x.shape[1] // BLOCK, len(x), dtype=torch.float32, device=x.device)
-    _quantise(x, codes, scales)
-    return Rounded(codes.view(torch.float8_e4m3fn), scales)
+    scales = _scales(x, x.shape[1] // BLOCK, lanes)
+    _quantise(x, codes, scales, lanes=lanes)
+    return Rounded(codes.view(torch.float8_e4m3fn), scales, lanes)
+
+
+def _scales(x: torch.Tensor, count: int, lanes: bool) -> torch.Tensor:
+    if lanes and count % 2:
+        raise ValueError(f"rows of {x.shape[1]} numbers: not a multiple of {2 * BLOCK}")
+    shape = (count // 2, len(x), 2) if lanes else (count, len(x))
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def round_placed(
     x: torch.Tensor,  # [places of groups, size], size a multiple of 128
     groups: Groups,
     rows: int,  # that the groups were made of
+    *,
+    lanes: bool = False,  # in the order of lanes
 ) -> Placed:
     """`quantise_rows`, of rows that lie at their places."""
     places, size = x.shape
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(size // BLOCK + 1, places, dtype=torch.float32, device=x.device)
+    scales = _scales(x, size // BLOCK + (0 if lanes else 1), lanes)
     launch(
         round_places, (places // 4, cdiv(size, 1024)),
         x, codes, scales, groups.rows_of, groups.expert_of, places, size,
-        FP8=arch_of(x) >= FIRST_FP8, BM=groups.block, BP=4, BD=1024, num_warps=4,
+        LANES=lanes, FP8=arch_of(x) >= FIRST_FP8, BM=groups.block, BP=4, BD=1024, num_warps=4,
     )  # fmt: skip
-    return Placed(codes.view(torch.float8_e4m3fn), scales, rows)
+    return Placed(codes.view(torch.float8_e4m3fn), scales, lanes, rows)
 
 
 def round_rows(
@@ -141,7 +170,9 @@ def expand(
     return out
 
 
-def _quantise(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -> None:
+def _quantise(
+    x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, *, lanes: bool = False
+) -> None:
     x = x.contiguous()
     rows, size = x.shape
     if size % BLOCK:
@@ -151,7 +182,8 @@ def _quantise(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -
     )  # where programs are many they may be long
     launch(
         quantise, (rows, cdiv(size, wide)), x, out, out if scales is None else scales, rows, size,
-        NUMBERS=scales is None, FP8=arch_of(x) >= FIRST_FP8, BD=wide, num_warps=4 if wide <= 1024 else 8,
+        NUMBERS=scales is None, LANES=lanes, FP8=arch_of(x) >= FIRST_FP8, BD=wide,
+        num_warps=4 if wide <= 1024 else 8,
     )  # fmt: skip
 
 
@@ -212,11 +244,15 @@ def _start(
 ) -> tuple[torch.Tensor, int]:
     """The finished result and 1, or sums [splits, rows, out] float32 and how many splits."""
     eight = isinstance(x, Rounded)
-    if isinstance(x, Rounded) and isinstance(groups, Groups) and many_rows(weight, groups):
-        assert isinstance(weight, Words)
-        return _start_many(x, weight, groups, share, factors, limit, dtype, placed), 1
+    if isinstance(x, Rounded) and isinstance(groups, Groups):
+        if isinstance(weight, Lanes) and x.lanes:
+            return _start_lanes(x, weight, groups, share, factors, limit, dtype, placed)
+        if isinstance(weight, Words) and not x.lanes and many_rows(weight, groups):
+            return _start_many(x, weight, groups, share, factors, limit, dtype, placed), 1
     if isinstance(x, Placed) or placed:
         raise TypeError("no kernel for rows by place and these weights")
+    if isinstance(x, Rounded) and x.lanes:
+        raise TypeError("no kernel for rows in the order of lanes and these weights")
     codes, scales, format_ = _format(weight, eight)
     rows, size, num_out = (
         len(x) * share,
@@ -247,7 +283,9 @@ def _start(
 
 
 def many_rows(weight: Matrix, groups: Groups | Strided | None) -> bool:
-    """Whether rounded rows in these groups are multiplied by matrix_many.py, which also takes and gives them by place."""
+    """Whether rounded rows in these groups are multiplied by a kernel that also takes and gives them by place."""
+    if isinstance(weight, Lanes) and isinstance(groups, Groups):
+        return groups.block >= MANY
     if not (isinstance(weight, Words) and weight.eight and isinstance(groups, Groups)):
         return False
     tile = tuned("weigh_many", arch_of(weight.codes), groups.block)["BN"]
@@ -282,13 +320,46 @@ def _start_many(
     return out
 
 
+def _start_lanes(
+    x: Rounded,
+    weight: Lanes,
+    groups: Groups,
+    share: int,
+    factors: torch.Tensor | None,
+    limit: float | None,
+    dtype: torch.dtype,
+    placed: bool,
+) -> tuple[torch.Tensor, int]:
+    """As `_start`."""
+    num_out, size, rows = weight.codes.shape[-2], weight.codes.shape[-1] * 4, len(x) * share
+    config = tuned("weigh_lanes", arch_of(x.codes), groups.block)
+    tiles = num_out // config["BN"]
+    splits = 1 if placed else _splits(config["FILL"], tiles * groups.num_blocks, size, x.codes)
+    width = num_out if limit is None else num_out // 2
+    lines = groups.num_blocks * groups.block if placed else rows
+    shape, kind = ((splits, rows, num_out), torch.float32) if splits > 1 else ((lines, width), dtype)
+    sums = torch.empty(shape, dtype=kind, device=x.codes.device)
+    launch(
+        weigh_lanes, (tiles, groups.num_blocks, splits),
+        x.codes, x.scales, weight.codes, weight.scales, weight.bases, sums, groups.rows_of, groups.expert_of,
+        x.scales if factors is None else factors, x.scales.shape[1], rows, 0.0 if limit is None else limit,
+        N=num_out, K=size, SHARE=share, PLACED=isinstance(x, Placed), TO_PLACES=placed,
+        GLU=limit is not None and splits == 1, WEIGHTED=factors is not None and splits == 1,
+        TR=Words.height(num_out), SPLITS=splits, NATIVE=not interpreted(),
+        BN=config["BN"], BM=groups.block, STAGES=config["num_stages"], num_warps=config["num_warps"],
+    )  # fmt: skip
+    return sums, splits
+
+
 def rounded(
     x: torch.Tensor,  # [rows, size]
-    weight: Codes | Words,
+    weight: Codes | Words | Lanes,
     *,
     rows: int | None = None,  # that share a matrix, where that is not all of them
 ) -> torch.Tensor | Rounded:
     """x rounded to e4m3: as codes where products of eight bits are there and pay, else as the numbers they stand for."""
+    if isinstance(weight, Lanes):
+        return quantise_rows(x, lanes=True)
     if isinstance(weight, Words):
         return quantise_rows(x) if weight.eight else round_rows(x)
     eight = (

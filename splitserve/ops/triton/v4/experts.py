@@ -14,6 +14,7 @@ from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import (
     Codes,
+    Lanes,
     Rounded,
     Words,
     many_rows,
@@ -102,8 +103,8 @@ def expert_ffn(
 
 def mix_experts(
     x: torch.Tensor,  # [T, hidden] bf16
-    gate_up: Codes | Words,  # [experts of this rank, 2 * ffn, hidden]
-    down: Codes | Words,  # [experts of this rank, hidden, ffn]
+    gate_up: Codes | Words | Lanes,  # [experts of this rank, 2 * ffn, hidden]
+    down: Codes | Words | Lanes,  # [experts of this rank, hidden, ffn]
     weights: torch.Tensor,  # [T, count] float32
     experts: torch.Tensor,  # [T, count] int, global numbers
     *,
@@ -118,7 +119,7 @@ def mix_experts(
 
 def _parts(
     x: torch.Tensor,
-    matrices: tuple[Codes | Words, Codes | Words],
+    matrices: tuple[Codes | Words | Lanes, Codes | Words | Lanes],
     chosen: tuple[torch.Tensor, torch.Tensor],  # weights, experts
     *,
     local: range,
@@ -137,13 +138,14 @@ def _parts(
     placed = isinstance(rows, Rounded) and many_rows(gate_up, groups) and many_rows(down, groups)
     inner = multiply(rows, gate_up, groups=groups, share=count, factors=weights, limit=limit, placed=placed)
     if placed:
-        return multiply_parts(round_placed(inner, groups, experts.numel()), down, groups=groups)
+        placed_rows = round_placed(inner, groups, experts.numel(), lanes=isinstance(down, Lanes))
+        return multiply_parts(placed_rows, down, groups=groups)
     return multiply_parts(inner if exact else rounded(inner, down, rows=load), down, groups=groups)
 
 
 def mix_onto(
     x: torch.Tensor,  # [T, hidden] bf16
-    routed: tuple[Codes | Words, Codes | Words],  # gate-up and down of the routed experts
+    routed: tuple[Codes | Words | Lanes, Codes | Words | Lanes],  # gate-up and down of the routed experts
     chosen: tuple[
         torch.Tensor, torch.Tensor
     ],  # weights [T, count] float32, experts [T, count] int, global numbers

@@ -12,10 +12,16 @@
                      int32            bits 4 t .. 4 t + 3: the scale of group t over that of the block, 0 .. 11 for 2 ** -5
                                       .. 2 ** 6; bits 16 .. 23: that of the block, ue8m0
 
+    and for rounded rows of experts, in the order of lanes: as `eight`, but
+                     word 4 q + c     numbers 4 c .. + 3 of half a group: the half q % 2 of group q // 2
+                     bytes            the scale of each group over one base of the whole row, 0 .. 11 as above
+                     float32          that base
+
 In the first, a word gives a number to each of four groups. In the second, sizes choose four bytes from a table of eight
 that has their group's scale in it: e4m3 numbers, exact, and one scale is left for the block. Groups more than 2 ** 11
 below the largest of their block are rounded to what can be said there, by at most 2 ** -12 of the largest scale, and
-`repack` warns of them. Rows of both lie in tiles: see Words.
+`repack` warns of them. The third takes only stacks of matrices whose groups are all within 2 ** 11 of their row's largest:
+others stay in the second form. Rows of all lie in tiles: see Words.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import (
     BLOCK,
     Codes,
+    Lanes,
     Matrix,
     Rounded,
     Words,
@@ -60,7 +67,10 @@ def prepare(weight: Weight, *, exact: bool = True) -> Matrix:
         case Mxfp4():
             arch = arch_of(weight.codes)
             eight = not exact and arch >= FIRST_FP8 and tuned("rounded_e2m1", arch)["EIGHT"]
-            return repack(weight, eight=eight and multiplies_right(weight.codes.device))
+            device = weight.codes.device
+            if eight and multiplies_right(device, lanes=True) and (found := in_lanes(weight)):
+                return found
+            return repack(weight, eight=eight and multiplies_right(device))
         case Tiles():
             powers = weight.scales.dtype == torch.uint8
             scales = ue8m0_to_float(weight.scales) if powers else weight.scales
@@ -71,17 +81,13 @@ def prepare(weight: Weight, *, exact: bool = True) -> Matrix:
 
 def repack(weight: Mxfp4, *, eight: bool) -> Words:
     """Raises ValueError for widths that are no multiple of 128 and for scales above 2."""
-    num_out, size = weight.codes.shape[-2], weight.codes.shape[-1] * 2
-    if size % BLOCK:
-        raise ValueError(f"{size} numbers in a row: not a multiple of {BLOCK}")
-    if weight.scales.numel() and int(weight.scales.max()) > LARGEST_SCALE:
-        raise ValueError(f"an MXFP4 scale of 2 ** {int(weight.scales.max()) - 127}; up to 2 is served")
+    num_out, size = _sizes(weight)
     stack, scales = (t.reshape(-1, *t.shape[-2:]) for t in (weight.codes, weight.scales))
     codes = torch.empty(len(stack), num_out, size // 4, dtype=torch.int16, device=stack.device)
     words = torch.empty(len(stack), size // BLOCK, num_out, dtype=torch.int32, device=stack.device)
     lost = 0
     for i in range(len(stack)):  # one expert at a time: numbers take eight times their codes
-        numbers = torch.stack((stack[i] & 15, stack[i] >> 4), dim=-1).view(num_out, -1, 4, 8, 4).int()
+        numbers = _numbers(stack[i])
         if eight:
             numbers, words[i], rounded_ = _one_scale(numbers, scales[i].view(num_out, -1, 4).int())
             codes[i] = _tiled(_packed(numbers))
@@ -100,8 +106,51 @@ def repack(weight: Mxfp4, *, eight: bool) -> Words:
     )
 
 
+def in_lanes(weight: Mxfp4) -> Lanes | None:
+    """None where these are no experts, or do not fit: see above. Raises ValueError as `repack` does."""
+    num_out, size = _sizes(weight)
+    if weight.codes.dim() != 3 or not Lanes.fits(num_out, size):
+        return None
+    count, device = len(weight.codes), weight.codes.device
+    codes = torch.empty(count, num_out, size // 4, dtype=torch.int16, device=device)
+    over = torch.empty(count, size // 256, num_out, 2, 4, dtype=torch.uint8, device=device)
+    bases = torch.empty(count, num_out, dtype=torch.float32, device=device)
+    for i in range(count):
+        empty = ((weight.codes[i] & 0x77) == 0).view(num_out, -1, 16).all(-1)
+        scales = weight.scales[i].int()
+        top = scales.where(~empty, 0).amax(-1, keepdim=True)
+        scales = scales.where(~empty, top)
+        if (top - scales > 11).any():
+            _log.info(
+                "MXFP4 experts with groups more than 2 ** 11 apart in a row: their products take a fifth longer"
+            )
+            return None
+        base = (top - 6).clamp(min=1)
+        over[i] = (scales - base + 5).view(num_out, -1, 2, 4).transpose(0, 1)
+        bases[i] = (base[:, 0] << 23).view(torch.float32)
+        lanes = _numbers(weight.codes[i]).view(num_out, -1, 4, 2, 4, 4).permute(0, 1, 4, 2, 3, 5)
+        codes[i] = _tiled(_packed(lanes.reshape(num_out, -1, 4, 8, 4)))
+    return Lanes(codes, over, bases)
+
+
+def _sizes(weight: Mxfp4) -> tuple[int, int]:
+    """Rows and numbers in a row, which a kernel can take."""
+    num_out, size = weight.codes.shape[-2], weight.codes.shape[-1] * 2
+    if size % BLOCK:
+        raise ValueError(f"{size} numbers in a row: not a multiple of {BLOCK}")
+    if weight.scales.numel() and int(weight.scales.max()) > LARGEST_SCALE:
+        raise ValueError(f"an MXFP4 scale of 2 ** {int(weight.scales.max()) - 127}; up to 2 is served")
+    return num_out, size
+
+
+def _numbers(
+    codes: torch.Tensor,  # [out, in / 2]
+) -> torch.Tensor:  # [out, blocks, 4 groups, 8, 4] int32 codes
+    return torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1, 4, 8, 4).int()
+
+
 @cache
-def multiplies_right(device: torch.device) -> bool:
+def multiplies_right(device: torch.device, *, lanes: bool = False) -> bool:
     """Whether products of e2m1 in eight bits come out right there: they rely on how a compiler lays numbers out.
 
     A small product is tried; where it is wrong, that is logged. True where nothing can run (meta tensors).
@@ -110,27 +159,30 @@ def multiplies_right(device: torch.device) -> bool:
         return True
     draw = torch.Generator("cpu").manual_seed(5)
     weight = Mxfp4(
-        torch.randint(0, 256, (2, 256, 128), generator=draw, dtype=torch.uint8, device="cpu"),
-        torch.randint(115, 125, (2, 256, 8), generator=draw, dtype=torch.uint8, device="cpu"),
+        torch.randint(0, 256, (2, 256, 256), generator=draw, dtype=torch.uint8, device="cpu"),
+        torch.randint(115, 125, (2, 256, 16), generator=draw, dtype=torch.uint8, device="cpu"),
     )
-    here = repack(weight, eight=True)
-    here = Words(here.codes.to(device), here.scales.to(device), eight=True)
-    x = torch.randn(6, 256, generator=draw, device="cpu").bfloat16()
+    there = Mxfp4(weight.codes.to(device), weight.scales.to(device))
+    here = in_lanes(there) if lanes else repack(there, eight=True)
+    assert here is not None
+    x = torch.randn(6, 512, generator=draw, device="cpu").bfloat16()
     experts = torch.arange(6)[:, None] % 2
     x = x.to(device)
     numbers = dequantise(weight, torch.float32)
     want = torch.stack([numbers[i % 2] @ row for i, row in enumerate(round_rows(x).float().cpu())])
-    for block, placed in ((16, False), (64, False), (64, True)):
+    for block in (16, 64):
         groups = group_pairs(experts.to(device), local=range(2), block=block)
-        if placed and not many_rows(here, groups):
-            continue
-        by_place = x[groups.rows_of.clamp(min=0)] if placed else x
-        rows = round_placed(by_place, groups, len(x)) if placed else quantise_rows(x)
+        if many_rows(here, groups):
+            rows: Rounded = round_placed(x[groups.rows_of.clamp(min=0)], groups, len(x), lanes=lanes)
+        else:
+            rows = quantise_rows(x, lanes=lanes)
         got = multiply(rows, here, groups=groups).float().cpu()
         if not (got - want).abs().max() <= want.abs().max() / 64:  # NaN is wrong too
             _log.error(
-                "products of MXFP4 in eight bits are wrong on %s with this Triton; those of 16 bits are used, which take "
-                "about twice as long: please report it with `splitserve doctor`", torch.cuda.get_device_name(device),
+                "products of MXFP4 in eight bits%s are wrong on %s with this Triton; %s are used, which take %s: "
+                "please report it with `splitserve doctor`", " in the order of lanes" if lanes else "",
+                torch.cuda.get_device_name(device), "others" if lanes else "those of 16 bits",
+                "a fifth longer" if lanes else "about twice as long",
             )  # fmt: skip
             return False
     return True
