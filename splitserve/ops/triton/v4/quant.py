@@ -241,7 +241,7 @@ def linear(
 
 def linear_rounded(
     x: torch.Tensor,  # [T, in] bf16
-    weight: Codes | Words,  # [out, in]
+    weight: Codes | Words | Lanes,  # [out, in]
 ) -> torch.Tensor:  # [T, out]
     """As `linear`, with each 128 neighbours of x rounded to e4m3 first, as DeepSeek's own recipe has it.
 
