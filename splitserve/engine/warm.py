@@ -38,6 +38,7 @@ LENGTHS = (
     200,
     256,
     257,
+    300,
     400,
     512,
     513,
@@ -108,6 +109,7 @@ def plans(
             yield [chunk(pages_before * page_tokens - length // 2, length, 0)]
         yield [chunk(pages_before * page_tokens, length, 0) for length in reversed(DEEP)]
     if late > 0 and lengths:
+        yield [chunk(late, 1, 0)] * 3
         short = [n for n in lengths if n <= 512]
         for length in short[:: max(1, len(short) // 4)]:
             yield [chunk(0, length, 0), chunk(late, 1, 0)]

@@ -39,7 +39,18 @@ from .sparse_many import attend_many
 from .sparse_scratch import serves
 
 
-@triton.jit(do_not_specialize=["tiles", "share", "num_near", "num_far"])
+@triton.jit(
+    do_not_specialize=[
+        "tiles",
+        "share",
+        "num_near",
+        "num_far",
+        "near_per_unit",
+        "near_unit",
+        "far_per_unit",
+        "far_unit",
+    ]
+)
 def attend_rate(
     q,  # [T, heads, NOPE + ROPE]
     near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
@@ -140,7 +151,17 @@ def _mix_tiles(
     return mixed, total
 
 
-@triton.jit(do_not_specialize=["tiles", "num_near", "num_far"])
+@triton.jit(
+    do_not_specialize=[
+        "tiles",
+        "num_near",
+        "num_far",
+        "near_per_unit",
+        "near_unit",
+        "far_per_unit",
+        "far_unit",
+    ]
+)
 def attend_mix(
     weights,  # [T, heads, tiles * BK] bf16
     tops, totals,  # [T, tiles, heads] float32

@@ -32,7 +32,17 @@ from .latents import (
 )
 
 
-@triton.jit(do_not_specialize=["splits", "num_near", "num_far"])
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "num_near",
+        "num_far",
+        "near_per_unit",
+        "near_unit",
+        "far_per_unit",
+        "far_unit",
+    ]
+)
 def attend_split(
     q,  # [T, heads, NOPE + ROPE]
     near, near_index, num_near, near_per_unit, near_unit, near_row,  # strides in steps of ALIGN elements
