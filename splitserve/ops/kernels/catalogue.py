@@ -180,9 +180,7 @@ def _v4_cases() -> Iterator[Case]:
     yield Case("route", _route)
     yield Case("route_by_token", lambda _: v4.route_by_token(
         meta(8, 256, dtype=F32), meta(129280, 6, dtype=torch.int32), meta(8, dtype=I64), scale=1.5))  # fmt: skip
-    yield Case(
-        "group_many", lambda _: grouping.group_pairs(meta(512, 6, dtype=I32), local=range(256), block=64)
-    )
+    yield Case("group_pairs", _groups)
     yield Case("mix_experts", lambda _: v4.mix_experts(
         meta(2, HIDDEN), words(256, 4096, HIDDEN), words(256, HIDDEN, 2048), meta(2, 6, dtype=F32),
         meta(2, 6, dtype=I32), local=range(256), limit=10.0))  # fmt: skip
@@ -297,6 +295,11 @@ def _route(_: int) -> None:
     add_up(
         meta(1, 48, HIDDEN), meta(8, 6, dtype=I32), local=range(256), dtype=BF16, plus=_in_parts(8, 8, HIDDEN)
     )
+
+
+def _groups(_: int) -> None:
+    for tokens in (2, 21, 85, 170, 512):
+        grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=64)
 
 
 def _norms(_: int) -> None:

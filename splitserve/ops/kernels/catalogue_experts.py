@@ -31,6 +31,7 @@ def experts_eight(arch: int) -> None:
         (2, 1),
         (2, 2),
         (2, 32),
+        *((ranks, tokens) for ranks in (4, 8) for tokens in (1, 32)),
         *((ranks, 2048) for ranks in (1, 2, 4, 8)),
     ]:
         _mixed(lanes, tokens, ranks)

@@ -332,7 +332,10 @@ def _start_lanes(
 ) -> tuple[torch.Tensor, int]:
     """As `_start`."""
     num_out, size, rows = weight.codes.shape[-2], weight.codes.shape[-1] * 4, len(x) * share
-    config = tuned("weigh_lanes", arch_of(x.codes), groups.block)
+    few = (
+        1 if groups.num_blocks <= 16 else groups.block
+    )  # a token or two, whose loops are over before many reads are
+    config = tuned("weigh_lanes", arch_of(x.codes), few)
     tiles = num_out // config["BN"]
     splits = 1 if placed else _splits(config["FILL"], tiles * groups.num_blocks, size, x.codes)
     width = num_out if limit is None else num_out // 2

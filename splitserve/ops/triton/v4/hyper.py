@@ -128,20 +128,9 @@ def hc_collapse(
     tl.store(x + token * D + col, one, mask=col < D)
 
 
-@triton.jit
-def _pairs(y, here, step, PARTS: tl.constexpr):
-    """Of parts of numbers, `step` apart, pairs of bf16 that they come to, as int32: the even number lowest."""
-    even, odd = tl.load(y, mask=here, other=0.0), tl.load(y + 1, mask=here, other=0.0)
-    for split in tl.static_range(1, PARTS):
-        even += tl.load(y + split * step, mask=here, other=0.0)
-        odd += tl.load(y + split * step + 1, mask=here, other=0.0)
-    low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-    return low | (odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def hc_expand(
-    y,  # [PARTS, T, D], where RANKS > 1 of this rank alone; as [T, D / 2] int32 where PARTS is 1 and RANKS > 1
+    y,  # [PARTS, T, D]; where RANKS > 1 this rank's part, [T, D / 2] int32
     streams,  # [T, N, D]
     parts,  # [SPLITS, T, 32] float32; SPLITS only
     base, scale,  # as for hc_collapse; SPLITS only
@@ -177,10 +166,7 @@ def hc_expand(
         used = turns + token * tl.num_programs(1) + tl.program_id(1)
         turn = tl.load(used) + 1
         here, at = pair < D // 2, token * (D // 2) + pair
-        if PARTS > 1:
-            part = _pairs(y + 2 * at, here, tl.num_programs(0) * D, PARTS)
-        else:
-            part = tl.load(y + at, mask=here, other=0)
+        part = tl.load(y + at, mask=here, other=0)
         even, odd = add_ranks(part, at, here, addresses, turn, rank, half, RANKS)
         new = tl.interleave(even, odd)
         tl.store(used, turn)
@@ -338,7 +324,8 @@ def _expand(
     mixing: _Mixing | None, mailbox: Mailbox | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`mixing`: post and comb are not there yet. `mailbox`: y is this rank's part, to be added to the others'."""
-    y = y.total() if isinstance(y, Parts) and len(y.sums) > MOST else y
+    if isinstance(y, Parts) and (mailbox or len(y.sums) > MOST):  # the other ranks wait for what is sent
+        y = y.total()
     streams, given = streams.contiguous(), (y.sums if isinstance(y, Parts) else y[None]).contiguous()
     tokens, n, size = streams.shape
     out = torch.empty_like(streams)
@@ -346,7 +333,7 @@ def _expand(
     columns, warps = (COLUMNS, 1) if mixing else (1024, 4)
     ranks, mail = 1, (post, post, 0, 0)
     if mailbox is not None:
-        ranks, given = mailbox.size, given if len(given) > 1 else given.view(torch.int32)
+        ranks, given = mailbox.size, given.view(torch.int32)
         if ranks > 4:  # each rank's place takes registers
             columns //= 2
         mail = (mailbox.addresses, mailbox.turns, mailbox.rank, mailbox.half)
