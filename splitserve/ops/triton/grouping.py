@@ -169,7 +169,7 @@ def group_pairs(
         launch(
             group_few, (cdiv(pairs, FEW_CHUNK),), experts, rows_of, expert_of, pairs, local.start, held, num_blocks,
             EXPERTS=size, PAIRS=max(16, next_power_of_2(pairs)), BM=block, CHUNK=FEW_CHUNK,
-            num_warps=4 if pairs <= 256 else 8,
+            num_warps=8 if 256 < pairs <= 512 else 4,  # with other numbers one Triton or another spills registers
         )  # fmt: skip
         return Groups(rows_of, expert_of, num_blocks, block)
     rows_of.fill_(-1)
