@@ -25,7 +25,7 @@ from splitserve.models.make_checkpoint import FLASH
 from splitserve.spec import group_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "benchmarks/results/ops/h200.json"
+KERNELS = ROOT / "benchmarks/results/ops/h200_deepseek.json"
 PAGE = ROOT / "docs/case-rtx-pro-6000.md"
 BEGIN, END = "<!-- benchmarks.case.rtx_pro_6000 -->", "<!-- end -->"
 
