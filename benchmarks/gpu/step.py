@@ -109,7 +109,7 @@ class Bench:
 
     def record_prompts(self, most: int, sizes: Sequence[int] = ()) -> float:
         """From now on passes of up to `most` tokens are taken apart."""
-        self.pieces = Pieces(self.model, device=self.device, most=most)
+        self.pieces = Pieces(self.model, tp=self.tp, device=self.device, most=most)
         if sizes:
             self.pieces._sizes = tuple(sorted(sizes))
         return self.pieces.prepare()
@@ -382,7 +382,7 @@ def _run_t1(model: Any, cfg: Any, device: str, dtype: str) -> dict[str, torch.Te
 
     apart = model.forward
     if device == "cuda":
-        pieces = Pieces(model, device=torch.device(device), most=1024)
+        pieces = Pieces(model, tp=SoloGroup(), device=torch.device(device), most=1024)
         pieces.prepare()
         apart = pieces.forward
     out["two prompts"] = forward((600, 130))

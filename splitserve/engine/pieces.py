@@ -13,17 +13,14 @@ graphs; only tests do that.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from splitserve import log
-from splitserve.layers.forward import Cut, Forward
-
-_log = log.get(__name__)
+from splitserve.engine.recording import record_sizes
+from splitserve.layers.forward import Cut, Forward, Group
 
 SIZES = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)
 """Numbers of tokens that passes are recorded for, as far as steps may be so long."""
@@ -106,9 +103,10 @@ class _Recorded:
 class Pieces:
     """`prepare` before `run`."""
 
-    def __init__(self, model: Model, *, device: torch.device, most: int) -> None:
+    def __init__(self, model: Model, *, tp: Group, device: torch.device, most: int) -> None:
         """`most` tokens are the most of a step."""
         self._model = model
+        self._tp = tp
         self._device = device
         self._sizes = sizes_upto(most)
         self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
@@ -125,18 +123,13 @@ class Pieces:
     def prepare(self, progress: Callable[[float], None] = lambda _: None) -> float:
         """Run every size once, so that nothing is compiled later, and record it; the largest first, for its memory.
 
-        Returns the seconds it took. Sizes for which memory is short are left out, with a warning.
+        Returns the seconds it took. Sizes for which a rank's memory is short are left out, with a warning.
         """
-        begun = time.monotonic()
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        stream = torch.cuda.Stream(self._device) if pool else None
-        for i, size in enumerate(reversed(self._sizes)):
-            try:
-                self._ready[size] = self._record(size, pool, stream)
-            except torch.cuda.OutOfMemoryError as e:
-                _log.warning("passes of %d tokens are not recorded, memory is short: %s", size, e)
-            progress((i + 1) / len(self._sizes))
-        return time.monotonic() - begun
+        found = record_sizes(
+            self._sizes, self._record, device=self._device, tp=self._tp, what="tokens", progress=progress
+        )
+        self._ready = found.sizes
+        return found.seconds
 
     @torch.inference_mode()
     def run(self, fwd: Forward) -> torch.Tensor:

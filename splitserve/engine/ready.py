@@ -45,7 +45,7 @@ class Readiness:
         warn_of_compiling()
 
     def _record_prompts(self, closing: ExitStack, say: Callable[[str, float], None]) -> Pieces:
-        pieces = Pieces(self._model, device=self._device, most=self._config.step_tokens)
+        pieces = Pieces(self._model, tp=self._tp, device=self._device, most=self._config.step_tokens)
         closing.callback(pieces.close)
         seconds = pieces.prepare(lambda done: say("graphs of prompts", done))
         _log.info("prompts are recorded for up to %d tokens a step, in %.1f s", pieces.most, seconds)

@@ -18,14 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from splitserve import log
 from splitserve.engine import sampler
+from splitserve.engine.recording import record_sizes
 from splitserve.engine.step import Chunk, Sampled, StepResult
 from splitserve.layers.forward import Forward, Group, States
 from splitserve.ops.choose import served
 from splitserve.types import Rid
-
-_log = log.get(__name__)
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batches that graphs are made for; a step takes the next larger one."""
@@ -144,18 +142,13 @@ class Replay:
     def prepare(self, progress: Callable[[float], None] = lambda _: None) -> float:
         """Run every size once, so that nothing is compiled later, and record it; the largest first, for its memory.
 
-        Returns the seconds it took. Sizes for which memory is short are left out, with a warning.
+        Returns the seconds it took. Sizes for which a rank's memory is short are left out, with a warning.
         """
-        begun = time.monotonic()
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        stream = torch.cuda.Stream(self._device) if pool else None
-        for i, size in enumerate(reversed(self._sizes)):
-            try:
-                self._ready[size] = self._record(size, pool, stream)
-            except torch.cuda.OutOfMemoryError as e:
-                _log.warning("no graph for %d sequences, memory is short: %s", size, e)
-            progress((i + 1) / len(self._sizes))
-        return time.monotonic() - begun
+        found = record_sizes(
+            self._sizes, self._record, device=self._device, tp=self._tp, what="sequences", progress=progress
+        )
+        self._ready = found.sizes
+        return found.seconds
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], sources: Sequence[int], known: Mapping[Rid, int]) -> Started:

@@ -91,7 +91,7 @@ def logits_and_state(
 
 
 def test_sizes_that_are_recorded_give_the_same_bits(model: Any) -> None:
-    pieces = Pieces(model, device=torch.device("cuda"), most=512)
+    pieces = Pieces(model, tp=SoloGroup(), device=torch.device("cuda"), most=512)
     pieces.prepare()
     steps = [(256, 128), (512, 0), (100, 28), (64, 64)]
     want, known = logits_and_state(model, model.forward, steps)
@@ -105,7 +105,7 @@ def test_sizes_that_are_recorded_give_the_same_bits(model: Any) -> None:
 
 
 def test_sizes_between_them_give_nearly_the_same(model: Any) -> None:
-    pieces = Pieces(model, device=torch.device("cuda"), most=1024)
+    pieces = Pieces(model, tp=SoloGroup(), device=torch.device("cuda"), most=1024)
     pieces.prepare()
     steps = [(700, 130), (7, 21), (1, 300), (1, 1), (513, 2)]
     want, _ = logits_and_state(model, model.forward, steps)

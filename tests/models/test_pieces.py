@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def pieces_of(model: Any, *, most: int) -> Pieces:
-    found = Pieces(model, device=CPU, most=most)
+    found = Pieces(model, tp=SoloGroup(), device=CPU, most=most)
     found.prepare()
     return found
 
