@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from splitserve.engine.recording import record_sizes
+from splitserve.engine.recording import BySize
 from splitserve.layers.forward import Cut, Forward, Group
 
 SIZES = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)
@@ -100,36 +100,16 @@ class _Recorded:
         return self.hidden[:count]
 
 
-class Pieces:
-    """`prepare` before `run`."""
+class Pieces(BySize[_Pass]):
+    """`prepare` before `run`; sizes are tokens of a pass."""
 
     def __init__(self, model: Model, *, tp: Group, device: torch.device, most: int) -> None:
         """`most` tokens are the most of a step."""
+        super().__init__(sizes_upto(most), "tokens", device=device, tp=tp)
         self._model = model
-        self._tp = tp
-        self._device = device
-        self._sizes = sizes_upto(most)
         self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._outs: dict[Any, torch.Tensor] = {}  # what work gives, by what a token's row is
-        self._ready: dict[int, _Pass] = {}
-
-    @property
-    def most(self) -> int:
-        """Tokens of the largest pass that is ready; 0 before `prepare`."""
-        return max(self._ready, default=0)
-
-    @torch.inference_mode()
-    def prepare(self, progress: Callable[[float], None] = lambda _: None) -> float:
-        """Run every size once, so that nothing is compiled later, and record it; the largest first, for its memory.
-
-        Returns the seconds it took. Sizes for which a rank's memory is short are left out, with a warning.
-        """
-        found = record_sizes(
-            self._sizes, self._record, device=self._device, tp=self._tp, what="tokens", progress=progress
-        )
-        self._ready = found.sizes
-        return found.seconds
 
     @torch.inference_mode()
     def run(self, fwd: Forward) -> torch.Tensor:
@@ -145,12 +125,6 @@ class Pieces:
     def forward(self, fwd: Forward) -> torch.Tensor:
         """Logits [num_logits, vocab] float32."""
         return self._model.logits(self.run(fwd)[fwd.logit_rows])
-
-    def close(self) -> None:
-        """Let go of the graphs. Before their group leaves: NCCL waits a minute for graphs that hold its sums."""
-        if self._ready and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._ready.clear()
 
     def _record(self, size: int, pool: Any, stream: Any) -> _Pass:
         tokens, positions = self._tokens[:size], self._positions[:size]

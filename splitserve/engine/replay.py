@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from splitserve.engine import sampler
-from splitserve.engine.recording import record_sizes
+from splitserve.engine.recording import BySize
 from splitserve.engine.step import Chunk, Sampled, StepResult
 from splitserve.layers.forward import Forward, Group, States
 from splitserve.ops.choose import served
@@ -106,8 +106,8 @@ class _Ready:
     logits: torch.Tensor  # [size, vocab] float32, after a run
 
 
-class Replay:
-    """`prepare` before `start`."""
+class Replay(BySize[_Ready]):
+    """`prepare` before `start`; sizes are sequences of a step."""
 
     def __init__(
         self,
@@ -121,34 +121,14 @@ class Replay:
         max_len: int,
     ) -> None:
         """`max_len` tokens are the most that a sequence may hold, `max_seqs` the most in a step."""
+        super().__init__(sizes_upto(max_seqs), "sequences", device=device, tp=tp)
         self._model = model
         self._states = states
         self._page_tokens = page_tokens
-        self._tp = tp
-        self._device = device
         self._max_pages = -(-max_len // page_tokens)
-        self._sizes = sizes_upto(max_seqs)
         self._numbers = Numbers(self._sizes[-1], self._max_pages, device)
         self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)  # of the last step
         self._told = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
-        self._ready: dict[int, _Ready] = {}
-
-    @property
-    def most(self) -> int:
-        """Sequences of the largest batch that is ready; 0 before `prepare`."""
-        return max(self._ready, default=0)
-
-    @torch.inference_mode()
-    def prepare(self, progress: Callable[[float], None] = lambda _: None) -> float:
-        """Run every size once, so that nothing is compiled later, and record it; the largest first, for its memory.
-
-        Returns the seconds it took. Sizes for which a rank's memory is short are left out, with a warning.
-        """
-        found = record_sizes(
-            self._sizes, self._record, device=self._device, tp=self._tp, what="sequences", progress=progress
-        )
-        self._ready = found.sizes
-        return found.seconds
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], sources: Sequence[int], known: Mapping[Rid, int]) -> Started:
@@ -161,12 +141,6 @@ class Replay:
         ready = self._ready[size]
         ready.run()
         return Started(self._told[: len(chunks)], ready.logits[: len(chunks)])
-
-    def close(self) -> None:
-        """Let go of the graphs. Before their group leaves: NCCL waits a minute for graphs that hold its sums."""
-        if self._ready and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._ready.clear()
 
     def _fill(
         self,

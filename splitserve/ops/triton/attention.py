@@ -349,8 +349,8 @@ def attend_prefill(
         prefill, (cdiv(tokens, config["BM"]), heads),
         q, view, *_steps(view), plan.pages, out,
         tokens, heads, heads // view.shape[1], plan.kv_len, view.shape[2], plan.window, q.stride(0), scale * LOG2E,
-        NATIVE=not interpreted(), WHOLE=0 if view.shape[2] % config["BN"] else view.stride(2), D=dim, BD=max(16, next_power_of_2(dim)),
-        **config,
+        NATIVE=not interpreted(), WHOLE=0 if view.shape[2] % config["BN"] else view.stride(2),
+        D=dim, BD=max(16, next_power_of_2(dim)), **config,
     )  # fmt: skip
     return out
 
