@@ -26,7 +26,7 @@ demo: venv-demo
 # Tests in one process run on every core at once, in the order of their names: a long file must not begin last. Then
 # those that start processes, two at a time: they mostly wait, and more would pin their engines to the same two cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/structure tests/unit tests/models
+	OMP_NUM_THREADS=1 MALLOC_PERTURB_=127 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/structure tests/unit tests/models
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/proc
 
 test-slow: venv

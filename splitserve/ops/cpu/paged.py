@@ -13,6 +13,7 @@ import numpy as np
 from .compiled import ANY_ORDER, compiled
 from .elementwise import exp
 from .formats import F32_ROWS
+from .memory import give_back, take_floats
 from .products import product, streaming_product
 from .vector import floats_at, integers_at, mix_tile
 
@@ -51,7 +52,7 @@ def attend(
     for i in range(num_seqs):
         longest = max(longest, start_of[i] + count_of[i])
     width = longest + page_tokens
-    scores = np.empty(QUERIES * width, dtype=np.float32)
+    scores = take_floats(QUERIES * width)
     token, item = 0, 0
     for i in range(num_seqs):
         table, count = pages + 8 * i * pages_stride, count_of[i]
@@ -71,10 +72,11 @@ def attend(
                     _attend_rows(
                         q + 4 * (token * q_token + head * q_head + row * row_stride_q), row_stride_q,
                         min(QUERIES, rows - row), keys, page_stride, row_stride, table, page_tokens,
-                        start_of[i] + step * row, step, window, size, scale, scores.ctypes.data, width,
+                        start_of[i] + step * row, step, window, size, scale, scores, width,
                         out + 4 * ((token * kv_heads * group + head) * size + row * row_stride_out), row_stride_out,
                     )  # fmt: skip
         token += count
+    give_back(scores)
 
 
 @compiled(inline="always")

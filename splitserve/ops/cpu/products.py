@@ -12,12 +12,11 @@ The results are the same bits on every way through here (see vector.py).
 
 from __future__ import annotations
 
-import numpy as np
-
 from .compiled import compiled
 from .elementwise import swiglu
 from .formats import BF16_ROWS, CODED, F16_ROWS, F32_ROWS, GROUP, SCALES_BYTES
 from .llvm import LANES
+from .memory import give_back, take_floats
 from .outer import VECTOR_BYTES, finish_tile, outer_tile, pack_step
 from .vector import STRETCH, dot_tile, floats_at
 
@@ -79,30 +78,32 @@ def gated(form, x, x_stride, m, w, w_bytes, inner, n, k, out, out_stride, scales
 
     `bias`, of gates and then of the others, is added to either where it is not 0; column 0 is its number `first`.
     """
-    both = np.empty(2 * m * n, dtype=np.float32)
+    both = take_floats(2 * m * n)
     for half in range(2):
         past = half * inner
         product(
             form, x, x_stride, m, w + past * w_bytes, w_bytes, n, k,
-            both.ctypes.data + 4 * half * n, 2 * n, scales + past * scale_bytes, scale_bytes,
+            both + 4 * half * n, 2 * n, scales + past * scale_bytes, scale_bytes,
         )  # fmt: skip
     if bias != 0:
-        o = floats_at(both.ctypes.data)
+        o = floats_at(both)
         more = floats_at(bias)
         for i in range(m):
             for j in range(n):
                 o[2 * i * n + j] += more[first + j]
                 o[2 * i * n + n + j] += more[inner + first + j]
-    swiglu(both.ctypes.data, m, n, out, out_stride)
+    swiglu(both, m, n, out, out_stride)
+    give_back(both)
 
 
 @compiled(inline="always")
 def _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale_bytes):
     """`product` in whole tiles: those that would stand out are moved back, over results they compute again."""
-    scratch = np.empty(COLUMNS * k + LANES * _ROWS * COLUMNS + LANES, dtype=np.float32)
-    scratch[COLUMNS * k :] = 0
-    columns = (scratch.ctypes.data + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
+    columns = take_floats(COLUMNS * k + LANES * _ROWS * COLUMNS)
     sums = columns + 4 * COLUMNS * k
+    zeros = floats_at(sums)
+    for i in range(LANES * _ROWS * COLUMNS):
+        zeros[i] = 0
     for panel in range(0, n, COLUMNS):
         j = min(panel, n - COLUMNS)
         _pack(form, w + j * w_bytes, w_bytes, k, scales + j * scale_bytes, scale_bytes, columns)
@@ -116,6 +117,7 @@ def _many(form, x, x_stride, m, w, w_bytes, n, k, out, out_stride, scales, scale
                 else:
                     _outer_end(here, x_stride, there, steps, sums)
             _finish(sums, out + 4 * (row * out_stride + j), out_stride)
+    give_back(columns)
 
 
 @compiled(inline="always")

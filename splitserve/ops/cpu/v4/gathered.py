@@ -12,6 +12,7 @@ import numpy as np
 
 from splitserve.ops.cpu.compiled import ANY_ORDER, compiled
 from splitserve.ops.cpu.elementwise import exp
+from splitserve.ops.cpu.memory import give_back, take_floats
 from splitserve.ops.cpu.paged import mix
 from splitserve.ops.cpu.products import plain_product
 from splitserve.ops.cpu.vector import floats_at, integers_at
@@ -24,9 +25,7 @@ def attend(q, tokens, heads, size, near, far, sink, scale, out):
     A source is (view, unit stride, row stride, rows of a unit, lists, their length); strides in numbers.
     """
     most = near[5] + far[5]
-    rows = np.empty(most * size, dtype=np.float32)
-    scores = np.empty(heads * most, dtype=np.float32)
-    latents, weights = rows.ctypes.data, scores.ctypes.data
+    latents, weights = take_floats(most * size), take_floats(heads * most)
     for t in range(tokens):
         at, to = q + 4 * t * heads * size, out + 4 * t * heads * size
         count = _gather(near, t, size, latents)
@@ -40,6 +39,8 @@ def attend(q, tokens, heads, size, near, far, sink, scale, out):
         for h in range(heads):
             _softmax(weights + 4 * h * most, count, scale, floats_at(sink)[h])
         mix(weights, most, heads, latents, size, count, size, to, size)
+    give_back(latents)
+    give_back(weights)
 
 
 @compiled()
@@ -96,22 +97,23 @@ def rate(
     longest,
 ):
     """out[t, i] = sum over heads of weight relu(q . key) for the first seen[t] entries of token t's pages."""
-    scores = np.empty(heads * per_unit, dtype=np.float32)
+    scores = take_floats(heads * per_unit)
     for t in range(tokens):
         page, count = integers_at(pages + 8 * t * pages_stride), integers_at(seen)[t]
         at = q + 4 * t * heads * size
         for first in range(0, count, per_unit):
             n = min(per_unit, count - first)
             here = keys + 4 * page[first // per_unit] * unit_stride
-            plain_product(at, size, heads, here, 4 * row_stride, n, size, scores.ctypes.data, per_unit)
+            plain_product(at, size, heads, here, 4 * row_stride, n, size, scores, per_unit)
             _add_up(scores, heads, n, per_unit, weights + 4 * t * heads, out + 4 * (t * longest + first))
+    give_back(scores)
 
 
 @compiled()
 def _add_up(scores, heads, n, stride, weights, out):
-    w, o = floats_at(weights), floats_at(out)
+    s, w, o = floats_at(scores), floats_at(weights), floats_at(out)
     for i in range(n):
         o[i] = 0
     for h in range(heads):
         for i in range(n):
-            o[i] += w[h] * max(scores[h * stride + i], np.float32(0))
+            o[i] += w[h] * max(s[h * stride + i], np.float32(0))

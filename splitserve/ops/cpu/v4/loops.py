@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray
 
 from splitserve.ops.cpu.compiled import ANY_ORDER, compiled
+from splitserve.ops.cpu.memory import give_back, take_floats
 from splitserve.ops.cpu.products import plain_product
 from splitserve.ops.cpu.vector import floats_at, integers_at
 
@@ -18,18 +19,21 @@ _ONE = np.float32(1)
 def hc_pre(streams, tokens, n, size, fn, base, scale, iters, eps, norm_eps, x, post, comb):
     """x [T, size], post [T, n] and comb [T, n, n] of `streams` [T, n, size]; see ops/ref/v4/hyper.py."""
     count = 2 * n + n * n
-    mixes, pre = np.empty(count, dtype=np.float32), np.empty(n, dtype=np.float32)
+    mixes_at, pre_at = take_floats(count), take_floats(n)
+    mixes, pre = carray(floats_at(mixes_at), count), carray(floats_at(pre_at), n)
     by, shift = carray(floats_at(scale), 3), carray(floats_at(base), count)
     for t in range(tokens):
         at = streams + 4 * t * n * size
-        plain_product(at, n * size, 1, fn, 4 * n * size, count, n * size, mixes.ctypes.data, count)
+        plain_product(at, n * size, 1, fn, 4 * n * size, count, n * size, mixes_at, count)
         shrink = _inverse_root(at, n * size, np.float32(norm_eps))
         for i in range(count):
             mixes[i] *= shrink
         spread = carray(floats_at(post + 4 * t * n), n)
         swap = carray(floats_at(comb + 4 * t * n * n), (n, n))
         _split(mixes, shift, by, n, iters, np.float32(eps), pre, spread, swap)
-        _weigh(at, pre.ctypes.data, n, size, x + 4 * t * size)
+        _weigh(at, pre_at, n, size, x + 4 * t * size)
+    give_back(mixes_at)
+    give_back(pre_at)
 
 
 @compiled(fastmath=ANY_ORDER)
