@@ -24,7 +24,8 @@ from splitserve.ops.bench.timing import time_calls
 from splitserve.ops.kernels.launch import compiling
 from splitserve.ops.triton import multiply as starting
 from splitserve.ops.triton.grouping import group_pairs
-from splitserve.ops.triton.multiply import Codes, Words, multiply, quantise_rows
+from splitserve.ops.triton.multiply import Codes, Words, multiply
+from splitserve.ops.triton.rounding import quantise_rows
 
 ARCH = 90
 COPIES = 200_000_000  # bytes of weights to go through before the same ones come again

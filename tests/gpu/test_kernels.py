@@ -118,7 +118,7 @@ def test_subnormal_codes_keep_their_value() -> None:
 
 
 def test_rounding_is_the_definition_s() -> None:
-    from splitserve.ops.triton.multiply import quantise_rows, round_rows
+    from splitserve.ops.triton.rounding import quantise_rows, round_rows
 
     x = (torch.randn(37, 4096) * torch.logspace(-8, 3, 37)[:, None]).bfloat16()
     x[3] = 0
@@ -142,6 +142,32 @@ def test_grouped_and_float32_products(tokens: int) -> None:
     )
     matrix, row = torch.randn(2624, 4096).bfloat16(), torch.randn(tokens, 4096).bfloat16()
     check(lambda: v4.linear_f32(row, matrix), row.float() @ matrix.float().T, EXACT)
+
+
+@pytest.mark.parametrize("tokens", [132, 1024, 4100])
+@pytest.mark.parametrize("shape", [(1536, 4096), (32768, 1024), (4096, 8192), (2048, 4096), (4096, 1024)])
+def test_rounded_products_of_many_rows(shape: tuple[int, int], tokens: int) -> None:
+    """By cuBLAS where it takes scales of blocks, which an H200 must: else prompts are slow without anybody's knowing."""
+    from splitserve.ops.ref import v4 as ref4
+    from splitserve.ops.triton import multiply, scaled, v4
+
+    weight, x = e4m3(*shape), torch.randn(tokens, shape[1]).bfloat16()
+    ready = v4.prepare(weight, exact=False)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert scaled.works(ready.codes.device)
+        assert multiply.by_library(ready, tokens)
+    check(lambda: v4.linear_rounded(x, ready), ref4.linear(rounded(x), weight), BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 300, 1024, 2050, 4096])
+def test_rounded_products_of_groups(tokens: int) -> None:
+    from splitserve.ops.ref import v4 as ref4
+    from splitserve.ops.triton import v4
+
+    weight, x = e4m3(8192, 4096), torch.randn(tokens, 8, 4096).bfloat16()
+    ready = v4.prepare(weight, exact=False)
+    want = ref4.grouped_linear(rounded(x.flatten(0, 1)).view(x.shape), ref4.dequantise(weight, torch.float32))
+    check(lambda: v4.grouped_linear(x, ready, exact=False), want, BF16)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 64, 300, 1000])
@@ -231,7 +257,8 @@ def test_codes_in_lanes_are_exact() -> None:
     """Groups from 2^11 below the largest of their row to it, and empty ones far below it."""
     from splitserve.ops.ref import v4 as ref4
     from splitserve.ops.triton.grouping import group_pairs
-    from splitserve.ops.triton.multiply import multiply, quantise_rows
+    from splitserve.ops.triton.multiply import multiply
+    from splitserve.ops.triton.rounding import quantise_rows
     from splitserve.ops.triton.v4 import quant
 
     codes = torch.randint(0, 256, (2, 512, 512), dtype=torch.uint8)

@@ -28,7 +28,7 @@ from splitserve.ops.ref import digest as ref_digest
 from splitserve.ops.ref import v4 as ref4
 from splitserve.ops.ref.v4 import quant as ref_quant
 from splitserve.ops.ref.v4 import rows as ref_rows
-from splitserve.ops.triton import dense, grouping, multiply, v4
+from splitserve.ops.triton import dense, grouping, multiply, rounding, scaled, v4
 from splitserve.ops.triton.parts import Parts
 from splitserve.ops.triton.routing import add_up
 from splitserve.ops.triton.v4 import experts as v4_experts
@@ -156,10 +156,10 @@ def test_rounding_of_rows() -> None:
     """Exactly the definition, zeros and numbers far apart included."""
     x = (torch.randn(9, 256) * torch.logspace(-9, 4, 9)[:, None]).bfloat16()
     x[3] = 0
-    got = multiply.quantise_rows(x)
+    got = rounding.quantise_rows(x)
     back = (got.codes.float().unflatten(1, (-1, 128)) * got.scales.T[..., None]).flatten(1)
     assert torch.equal(back, rounded(x))
-    assert torch.equal(multiply.round_rows(x).float(), rounded(x))
+    assert torch.equal(rounding.round_rows(x).float(), rounded(x))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_rounding_of_rows() -> None:
 def test_products_of_eight_bits(weight: ref4.Tiles | ref4.Mxfp4) -> None:
     x = torch.randn(3, 256).bfloat16()
     want = ref4.linear(rounded(x), weight)
-    assert error(multiply.multiply(multiply.quantise_rows(x), for_rounded(weight)), want) < BF16
+    assert error(multiply.multiply(rounding.quantise_rows(x), for_rounded(weight)), want) < BF16
     assert error(v4.linear_rounded(x, for_rounded(weight)), want) < BF16
     assert error(v4.linear_rounded(x, v4.prepare(weight)), want) < BF16
 
@@ -178,14 +178,14 @@ def test_weights_for_rounded_rows_are_not_for_others() -> None:
     with pytest.raises(TypeError, match="`prepare` them for these"):
         multiply.multiply(x, for_rounded(weight))
     with pytest.raises(TypeError, match="and rounded rows"):
-        multiply.multiply(multiply.quantise_rows(x), v4.prepare(weight))
+        multiply.multiply(rounding.quantise_rows(x), v4.prepare(weight))
 
 
 @pytest.mark.parametrize("eight", [False, True])
 def test_products_split_over_their_length(monkeypatch: pytest.MonkeyPatch, *, eight: bool) -> None:
     monkeypatch.setattr(multiply, "_splits", lambda *_: 2)
     x, weight = torch.randn(3, 384).bfloat16(), tiles(64, 384)
-    rows = multiply.quantise_rows(x) if eight else x
+    rows = rounding.quantise_rows(x) if eight else x
     want = ref4.linear(rounded(x) if eight else x.float(), weight)
     assert error(multiply.multiply(rows, v4.prepare(weight)), want) < BF16
     limited = ref4.clamped_swiglu(want, 0.5)
@@ -291,7 +291,7 @@ def test_every_code_in_lanes_has_its_value() -> None:
     four = ref4.Mxfp4(codes, scales)
     ready = quant.in_lanes(four)
     assert ready is not None
-    rows = multiply.quantise_rows(torch.eye(256).bfloat16(), lanes=True)
+    rows = rounding.quantise_rows(torch.eye(256).bfloat16(), lanes=True)
     for expert, block in ((0, 16), (1, 64)):
         groups = grouping.group_pairs(torch.full((256, 1), expert), local=range(2), block=block)
         got = multiply.multiply(rows, ready, groups=groups, dtype=torch.float32)
@@ -310,9 +310,9 @@ def test_what_does_not_lie_in_lanes() -> None:
         grouping.group_pairs(torch.zeros(3, 1), local=range(2), block=16),
     )
     with pytest.raises(TypeError, match="in the order of lanes"):
-        multiply.multiply(multiply.quantise_rows(x, lanes=True), for_rounded(exact), groups=groups)
+        multiply.multiply(rounding.quantise_rows(x, lanes=True), for_rounded(exact), groups=groups)
     with pytest.raises(TypeError, match="no kernel for weights of type Lanes"):
-        multiply.multiply(multiply.quantise_rows(x), quant.in_lanes(exact), groups=groups)
+        multiply.multiply(rounding.quantise_rows(x), quant.in_lanes(exact), groups=groups)
 
 
 @pytest.mark.parametrize(("tokens", "mixed"), first_of((3, False), (40, False), (40, True)))
@@ -334,9 +334,56 @@ def test_experts_in_lanes(tokens: int, *, mixed: bool) -> None:
     assert not got[1].any()
 
 
+def test_rows_of_groups_side_by_side() -> None:
+    """Each group's codes and scales are those of its rows by themselves."""
+    x = (torch.randn(7, 3, 384) * torch.logspace(-3, 3, 21).view(7, 3, 1)).bfloat16()
+    got = rounding.quantise_groups(x)
+    for g in range(3):
+        want = rounding.quantise_rows(x[:, g])
+        assert torch.equal(got.codes[g].view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.scales[g], want.scales)
+
+
+def test_products_by_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cuBLAS serves, rows come to it as it wants them, whoever multiplies; elsewhere nobody asks it."""
+
+    def product(
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert x_scales.is_contiguous()
+        assert x_scales.shape == (x.shape[1] // 128, len(x))
+        rows = x.float() * x_scales.t().repeat_interleave(128, 1)
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        found = (rows @ (codes.float() * wide).t()).bfloat16()
+        return found if out is None else out.copy_(found)
+
+    x, weight = torch.randn(8, 512).bfloat16(), tiles(256, 512)
+    codes, groups = v4.prepare(weight), torch.randn(8, 2, 512).bfloat16()
+    assert not multiply.by_library(codes, 8)
+    with monkeypatch.context() as there:
+        there.setattr(scaled, "works", lambda _: True)
+        there.setattr(scaled, "tuned", lambda *_: {"SCALED": True})
+        there.setattr(scaled, "product", product)
+        assert error(v4.linear_rounded(x, codes), ref4.linear(rounded(x), weight)) < BF16
+        got = v4.grouped_linear(groups, codes, exact=False)
+        numbers = rounded(groups.flatten(0, 1)).view(groups.shape)
+        want = ref4.grouped_linear(numbers, ref4.dequantise(weight, torch.float32))
+        assert error(got, want) < BF16
+        assert v4.fuses(x, codes, exact=True)
+        assert not v4.fuses(x, codes, exact=False)
+        assert error(v4.linear_rounded(x[:7], codes), ref4.linear(rounded(x[:7]), weight)) < BF16
+        small = v4.prepare(tiles(256, 256))  # a row of two blocks: scales would have to be padded
+        assert not multiply.by_library(small, 8)
+        assert not multiply.by_library(codes, 7)
+
+
 def test_rows_by_place_need_their_kernel() -> None:
     groups = grouping.group_pairs(torch.zeros(5, 1, dtype=torch.int32), local=range(1), block=16)
-    placed = multiply.round_placed(torch.randn(len(groups.rows_of), 128).bfloat16(), groups, 5)
+    placed = rounding.round_placed(torch.randn(len(groups.rows_of), 128).bfloat16(), groups, 5)
     with pytest.raises(TypeError, match="no kernel for rows by place"):
         multiply.multiply(placed, for_rounded(mxfp4(1, 128, 128)), groups=groups)
 

@@ -15,18 +15,8 @@ import torch
 from splitserve.ops.ref.v4 import Places, Reach, Rows, locate_entries
 from splitserve.ops.triton import v4
 from splitserve.ops.triton.grouping import Groups, group_pairs
-from splitserve.ops.triton.multiply import (
-    Codes,
-    Lanes,
-    Placed,
-    Rounded,
-    Strided,
-    many_rows,
-    multiply,
-    multiply_parts,
-    round_placed,
-    rounded,
-)
+from splitserve.ops.triton.multiply import Codes, Lanes, many_rows, multiply, multiply_parts, rounded
+from splitserve.ops.triton.rounding import Placed, Rounded, round_placed
 from splitserve.ops.triton.routing import add_up
 
 from .case import Case, copies, numbers
@@ -75,7 +65,8 @@ def linears(tokens: int) -> Iterator[Case]:
         x = numbers(tokens, size)
         rows = rounded(x, matrices[0])
         width = FFN if name == "shared_gate_up" else out
-        limit = 10.0 if name == "shared_gate_up" else None
+        fused = name == "shared_gate_up" and v4.fuses(x, matrices[0], exact=False)
+        limit = 10.0 if fused else None
         if isinstance(rows, Rounded):
             calls = [lambda m=m, r=rows, c=limit: multiply(r, m, limit=c) for m in matrices]
         else:
@@ -85,23 +76,13 @@ def linears(tokens: int) -> Iterator[Case]:
         yield Case(
             name, f"[{out}, {size}] e4m3", tokens, calls, moved, 2.0 * tokens * out * size, peak, per_step
         )
-    groups = [
-        Codes(m.codes.view(8, 1024, HIDDEN), m.scales.view(8, 8, 32), m.tile, True)
-        for m in (codes(8192, HIDDEN) for _ in range(copies(8192 * HIDDEN)))
-    ]
-    flat = rounded(numbers(tokens * 8, HIDDEN), groups[0], rows=tokens)
-
-    def out_a(m: Codes) -> torch.Tensor:
-        if isinstance(flat, Rounded):
-            return multiply(flat, m, groups=Strided(8))
-        whole = Codes(m.codes.view(8192, HIDDEN), m.scales.view(64, 32), m.tile, True)
-        return v4.grouped_linear(flat.view(tokens, 8, HIDDEN), whole)
-
+    stacks = [codes(8192, HIDDEN) for _ in range(copies(8192 * HIDDEN))]
+    flat = v4.round_groups(numbers(tokens * 8, HIDDEN).view(tokens, 8, HIDDEN), stacks[0])
     yield Case(
         "out_a",
         "8 x [1024, 4096] e4m3",
         tokens,
-        [lambda m=m: out_a(m) for m in groups],
+        [lambda m=m: v4.multiply_groups(flat, m, groups=8) for m in stacks],
         8192 * HIDDEN + tokens * (8 * HIDDEN + 2 * 8192),
         2.0 * tokens * 8192 * HIDDEN,
         "fp8" if isinstance(flat, Rounded) else "bf16",

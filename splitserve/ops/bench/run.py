@@ -129,7 +129,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_MULTIPLY = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+_MULTIPLY = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._scaled_mm}
 
 
 def path_of(case: Case) -> str:

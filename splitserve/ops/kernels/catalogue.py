@@ -36,17 +36,9 @@ from splitserve.ops.triton import (
     sampling,
     v4,
 )
-from splitserve.ops.triton.multiply import (
-    Codes,
-    Strided,
-    Words,
-    expand,
-    many_rows,
-    multiply,
-    quantise_rows,
-    round_rows,
-)
+from splitserve.ops.triton.multiply import Codes, Strided, Words, expand, many_rows, multiply
 from splitserve.ops.triton.parts import FEW, MOST, Parts
+from splitserve.ops.triton.rounding import quantise_groups, quantise_rows, round_rows
 from splitserve.ops.triton.routing import add_up
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
@@ -141,6 +133,15 @@ def _matrix_cases() -> Iterator[Case]:
     yield Case("strided_rounded", _each_rounded("weigh8_e4m3", "rounded_e4m3", partial(_strided, True)))
     yield Case("expand", lambda _: expand(tiles(1536, HIDDEN)))
     yield Case("round_rows", lambda _: round_rows(meta(8, HIDDEN)))
+    yield Case("round_for_library", _round_for_library)
+
+
+def _round_for_library(_: int) -> None:
+    """As scaled.py reads them: many rows, of widths that a program takes in one and in several pieces."""
+    for size in (1024, 2048, HIDDEN, 2 * HIDDEN):
+        quantise_rows(meta(512, size))
+    for groups in (2, 4, 8):
+        quantise_groups(meta(1024, groups, HIDDEN))
 
 
 Maker = Callable[..., Codes | Words]

@@ -7,15 +7,8 @@ from functools import partial
 
 from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.triton import grouping, v4
-from splitserve.ops.triton.multiply import (
-    Lanes,
-    Rounded,
-    Words,
-    many_rows,
-    multiply,
-    quantise_rows,
-    round_placed,
-)
+from splitserve.ops.triton.multiply import Lanes, Words, many_rows, multiply
+from splitserve.ops.triton.rounding import Rounded, quantise_rows, round_placed
 
 from .meta import F32, HIDDEN, I32, lanes, meta, words
 

@@ -141,6 +141,7 @@ def quantise(
     num_rows, K,
     NUMBERS: tl.constexpr,
     LANES: tl.constexpr,  # codes in the order of lanes
+    GROUPS: tl.constexpr,  # rows r, r + GROUPS, ... together: codes [GROUPS, rows / GROUPS, K], scales likewise
     FP8: tl.constexpr,  # the processor converts to e4m3
     BD: tl.constexpr,
 ):  # fmt: skip
@@ -156,8 +157,10 @@ def quantise(
         numbers = e4m3_bits(code, FP8).to(tl.float32) * (2.0**E4M3_BIAS) * scale[:, None]
         tl.store(codes + row * K + col, numbers, mask=col < K)
     else:
-        tl.store(codes + row * K + col, in_lanes(code) if LANES else code, mask=col < K)
-        to = (group // 2 * num_rows + row) * 2 + group % 2 if LANES else group * num_rows + row
+        its, line, lines = row % GROUPS, row // GROUPS, num_rows // GROUPS
+        tl.store(codes + (its * lines + line) * K + col, in_lanes(code) if LANES else code, mask=col < K)
+        plain = (its * (K // 128) + group) * lines + line
+        to = (group // 2 * num_rows + row) * 2 + group % 2 if LANES else plain
         tl.store(scales + to, scale, mask=group < K // 128)
 
 

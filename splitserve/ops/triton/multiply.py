@@ -1,7 +1,8 @@
 """Starts the matrix kernels: which one, with which tiles, split how far.
 
 numbers   rows of bf16, exact products (matrix.py)
-codes     rows rounded to e4m3 first, as the models' own recipe has it (matrix8.py); needs sm_89
+codes     rows rounded to e4m3 first, as the models' own recipe has it (matrix8.py); needs sm_89. On sm_90 cuBLAS
+          multiplies many rows (scaled.py)
           of e2m1 in experts' groups there are other forms: for codes that lie in the order of lanes (matrix_lanes.py),
           and for many rows, with the same bits (matrix_many.py)
 """
@@ -14,19 +15,19 @@ from typing import Any
 import torch
 
 from splitserve.ops.kernels.archs import FIRST_FP8
-from splitserve.ops.kernels.counts import cdiv, next_power_of_2
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 
+from . import scaled
 from .grouping import Groups
 from .matrix import weigh
-from .matrix8 import add_parts, expand_tiles, quantise, weigh8
+from .matrix8 import add_parts, expand_tiles, weigh8
 from .matrix_lanes import weigh_lanes
-from .matrix_many import round_places, weigh_many
+from .matrix_many import weigh_many
+from .rounding import BLOCK, Placed, Rounded, quantise_rows, round_rows
 
-BLOCK = 128
 MANY = 64  # rows of a block from which results lie by place between two products
-WIDE = 256  # rows from which a program rounds up to 4,096 numbers
 
 
 @dataclass(frozen=True)
@@ -74,31 +75,6 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Rows in e4m3, one scale for 128 neighbours."""
-
-    codes: torch.Tensor  # [rows, size] float8_e4m3fn
-    scales: torch.Tensor  # [size / 128, rows] float32; [size / 256, rows, 2] in the order of lanes
-    lanes: bool  # codes of each 128 are in the order of lanes
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-
-@dataclass(frozen=True)
-class Placed(Rounded):
-    """Rounded rows at the places of groups; places without a row hold anything.
-
-    Scales that are not in pairs have one row more, that nobody needs: it is read ahead.
-    """
-
-    rows: int  # pairs that may have places
-
-    def __len__(self) -> int:
-        return self.rows
-
-
-@dataclass(frozen=True)
 class Strided:
     """Rows whose group is their number modulo `count`: [tokens, groups, size] taken as rows."""
 
@@ -107,53 +83,6 @@ class Strided:
 
 Matrix = torch.Tensor | Codes | Words | Lanes
 """[out, in], or a stack of them where there are groups."""
-
-
-def quantise_rows(
-    x: torch.Tensor,  # [rows, size], size a multiple of 128; of 256 with lanes
-    *,
-    lanes: bool = False,  # in the order of lanes
-) -> Rounded:
-    """Each 128 neighbours divided by the power of two that brings them to at most 448, rounded to e4m3."""
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = _scales(x, x.shape[1] // BLOCK, lanes)
-    _quantise(x, codes, scales, lanes=lanes)
-    return Rounded(codes.view(torch.float8_e4m3fn), scales, lanes)
-
-
-def _scales(x: torch.Tensor, count: int, lanes: bool) -> torch.Tensor:
-    if lanes and count % 2:
-        raise ValueError(f"rows of {x.shape[1]} numbers: not a multiple of {2 * BLOCK}")
-    shape = (count // 2, len(x), 2) if lanes else (count, len(x))
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def round_placed(
-    x: torch.Tensor,  # [places of groups, size], size a multiple of 128
-    groups: Groups,
-    rows: int,  # that the groups were made of
-    *,
-    lanes: bool = False,  # in the order of lanes
-) -> Placed:
-    """`quantise_rows`, of rows that lie at their places."""
-    places, size = x.shape
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = _scales(x, size // BLOCK + (0 if lanes else 1), lanes)
-    launch(
-        round_places, (places // 4, cdiv(size, 1024)),
-        x, codes, scales, groups.rows_of, groups.expert_of, places, size,
-        LANES=lanes, FP8=arch_of(x) >= FIRST_FP8, BM=groups.block, BP=4, BD=1024, num_warps=4,
-    )  # fmt: skip
-    return Placed(codes.view(torch.float8_e4m3fn), scales, lanes, rows)
-
-
-def round_rows(
-    x: torch.Tensor,  # [rows, size], size a multiple of 128
-) -> torch.Tensor:  # [rows, size]
-    """The numbers that quantise_rows(x) stands for: exact in bf16."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _quantise(x, out, None)
-    return out
 
 
 def expand(
@@ -170,23 +99,6 @@ def expand(
     return out
 
 
-def _quantise(
-    x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, *, lanes: bool = False
-) -> None:
-    x = x.contiguous()
-    rows, size = x.shape
-    if size % BLOCK:
-        raise ValueError(f"rows of {size} numbers: not a multiple of {BLOCK}")
-    wide = (
-        1024 if rows < WIDE else min(4096, next_power_of_2(size))
-    )  # where programs are many they may be long
-    launch(
-        quantise, (rows, cdiv(size, wide)), x, out, out if scales is None else scales, rows, size,
-        NUMBERS=scales is None, LANES=lanes, FP8=arch_of(x) >= FIRST_FP8, BD=wide,
-        num_warps=4 if wide <= 1024 else 8,
-    )  # fmt: skip
-
-
 def multiply(
     x: torch.Tensor | Rounded,  # [rows / share, in]; numbers are bf16
     weight: Matrix,  # [out, in]; with groups [experts, out, in]
@@ -199,6 +111,9 @@ def multiply(
     placed: bool = False,  # the result lies by place; only where `many_rows`
 ) -> torch.Tensor:  # [rows, out], or [rows, out / 2] with limit; as many places as rows where placed
     """Rows of the result that no group has hold anything. Raises TypeError for weights as they lie in a file."""
+    plain = groups is None and share == 1 and factors is None and limit is None and dtype == torch.bfloat16
+    if plain and isinstance(x, Rounded) and isinstance(weight, Codes) and by_library(weight, len(x)):
+        return scaled.product(x.codes, x.scales, weight.codes, weight.scales)
     sums, splits = _start(x, weight, groups, share, factors, limit, dtype, placed)
     return sums if splits == 1 else add_up_parts(sums, dtype, factors, limit)
 
@@ -280,6 +195,11 @@ def _start(
         EVEN=num_out % config["BN"] == 0 and size % config.get("BK", BLOCK) == 0, NATIVE=not interpreted(),
     )  # fmt: skip
     return sums, splits
+
+
+def by_library(weight: Matrix, rows: int, *, groups: int = 1) -> bool:
+    """Whether that many rounded rows are multiplied by cuBLAS; with `groups`, each with its part of the outputs."""
+    return isinstance(weight, Codes) and scaled.serves(weight.codes, weight.tile, rows, groups=groups)
 
 
 def many_rows(weight: Matrix, groups: Groups | Strided | None) -> bool:
@@ -365,6 +285,8 @@ def rounded(
         return quantise_rows(x, lanes=True)
     if isinstance(weight, Words):
         return quantise_rows(x) if weight.eight else round_rows(x)
+    if rows is None and by_library(weight, len(x)):
+        return quantise_rows(x)
     eight = (
         arch_of(x) >= FIRST_FP8
         and tuned("rounded_e4m3", arch_of(x), len(x) if rows is None else rows)["EIGHT"]

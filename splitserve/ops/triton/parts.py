@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from splitserve.ops.triton.multiply import Matrix, Rounded, add_up_parts, multiply_parts
+from splitserve.ops.triton.multiply import Matrix, add_up_parts, multiply_parts
+from splitserve.ops.triton.rounding import Rounded
 
 FEW = 64
 """Rows up to which products are handed on in parts: with more, few are split, and adding up takes as long as reading."""

@@ -4,8 +4,18 @@ Weights in codes are taken as `prepare` leaves them. Decoding rows is part of th
 """
 
 from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
-from .dense import Table, grouped_linear, linear_f32, rms_norm, rms_norm_rotate, rope_table, rotate_tail
-from .experts import clamped_swiglu, expert_ffn, mix_experts, mix_onto, route, route_by_token
+from .dense import (
+    Table,
+    grouped_linear,
+    linear_f32,
+    multiply_groups,
+    rms_norm,
+    rms_norm_rotate,
+    rope_table,
+    rotate_tail,
+    round_groups,
+)
+from .experts import clamped_swiglu, expert_ffn, fuses, mix_experts, mix_onto, route, route_by_token
 from .hyper import hc_enter, hc_head, hc_post, hc_pre
 from .indexer import choose_entries, choose_located, index_scores
 from .quant import linear, linear_rounded, prepare
@@ -26,6 +36,7 @@ __all__ = [
     "encode_keys",
     "encode_latents",
     "expert_ffn",
+    "fuses",
     "grouped_linear",
     "hc_enter",
     "hc_head",
@@ -37,6 +48,7 @@ __all__ = [
     "linear_rounded",
     "mix_experts",
     "mix_onto",
+    "multiply_groups",
     "plan_saves",
     "plan_windows",
     "pool_windows",
@@ -45,6 +57,7 @@ __all__ = [
     "rms_norm_rotate",
     "rope_table",
     "rotate_tail",
+    "round_groups",
     "route",
     "route_by_token",
     "take_rows",

@@ -7,9 +7,11 @@ import torch
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.dense import Table, rope_table
-from splitserve.ops.triton.multiply import Codes, Strided, expand, multiply, rounded
+from splitserve.ops.triton import scaled
+from splitserve.ops.triton.multiply import Codes, Strided, by_library, expand, multiply, rounded
 from splitserve.ops.triton.norms import norm_and_turn
 from splitserve.ops.triton.parts import Parts
+from splitserve.ops.triton.rounding import Rounded, quantise_groups
 
 __all__ = [
     "Table",
@@ -75,16 +77,40 @@ def grouped_linear(
     exact: bool = True,  # else rows are rounded to e4m3, as in linear_rounded
 ) -> torch.Tensor:  # [T, groups * out]: each group of inputs through its own matrix
     """Twin of ref.v4.grouped_linear, which takes numbers; codes are taken as they are."""
+    rows = x if exact or not isinstance(weight, Codes) else round_groups(x, weight)
+    return multiply_groups(rows, weight, groups=x.shape[1])
+
+
+def round_groups(
+    x: torch.Tensor,  # [T, groups, in]
+    weight: Codes,  # [groups * out, in]
+) -> torch.Tensor | Rounded:
+    """x rounded to e4m3, for `multiply_groups`: numbers as they lie, or codes."""
     tokens, groups, size = x.shape
-    flat = x.reshape(tokens * groups, size)
-    rows = rounded(flat, weight, rows=tokens) if isinstance(weight, Codes) and not exact else flat
-    if isinstance(rows, torch.Tensor):
-        x = rows.view(x.shape)
-        if isinstance(weight, Codes) and tokens >= tuned("expand", arch_of(x))["ROWS"]:
+    if by_library(weight, tokens, groups=groups):
+        return quantise_groups(x)
+    rows = rounded(x.reshape(tokens * groups, size), weight, rows=tokens)
+    return rows.view(x.shape) if isinstance(rows, torch.Tensor) else rows
+
+
+def multiply_groups(
+    x: torch.Tensor | Rounded,  # [T, groups, in], or what round_groups made of it
+    weight: torch.Tensor | Codes,  # [groups * out, in]
+    *,
+    groups: int,
+) -> torch.Tensor:  # [T, groups * out]
+    """Each group of inputs through its own matrix."""
+    if isinstance(x, Rounded) and x.codes.dim() == 3 and isinstance(weight, Codes):
+        return _by_library(x, weight)
+    if isinstance(x, torch.Tensor) and isinstance(weight, Codes):
+        if len(x) >= tuned("expand", arch_of(x))["ROWS"]:
             weight = expand(weight)
+        else:
+            x = x.flatten(0, 1)
     if isinstance(weight, torch.Tensor):
+        assert isinstance(x, torch.Tensor)
         stacked = weight.unflatten(0, (groups, -1)).transpose(1, 2)
-        out = torch.empty(tokens, groups, stacked.shape[2], dtype=x.dtype, device=x.device)
+        out = torch.empty(len(x), groups, stacked.shape[2], dtype=x.dtype, device=x.device)
         torch.bmm(x.transpose(0, 1), stacked, out=out.transpose(0, 1))  # strides and all: nothing is copied
         return out.flatten(1)
     height, width = weight.tile
@@ -93,9 +119,20 @@ def grouped_linear(
             f"{weight.codes.shape[0]} outputs in {groups} groups cut tiles of {height} x {width}"
         )
     stack = Codes(
-        weight.codes.view(groups, -1, size),
+        weight.codes.view(groups, -1, weight.codes.shape[1]),
         weight.scales.view(groups, -1, weight.scales.shape[1]),
         weight.tile,
         weight.powers,
     )
-    return multiply(rows, stack, groups=Strided(groups)).view(tokens, -1)
+    return multiply(x, stack, groups=Strided(groups)).view(len(x) // groups, -1)
+
+
+def _by_library(x: Rounded, weight: Codes) -> torch.Tensor:
+    """Of rows that quantise_groups has put side by side."""
+    groups, tokens, _ = x.codes.shape
+    each, blocks = len(weight.codes) // groups, len(weight.scales) // groups
+    out = torch.empty(tokens, groups * each, dtype=torch.bfloat16, device=x.codes.device)
+    for g in range(groups):
+        rows, its = slice(g * each, (g + 1) * each), slice(g * blocks, (g + 1) * blocks)
+        scaled.product(x.codes[g], x.scales[g], weight.codes[rows], weight.scales[its], out[:, rows])
+    return out

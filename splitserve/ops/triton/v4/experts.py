@@ -15,16 +15,17 @@ from splitserve.ops.triton.grouping import group_pairs
 from splitserve.ops.triton.multiply import (
     Codes,
     Lanes,
-    Rounded,
+    Matrix,
     Words,
+    by_library,
     many_rows,
     multiply,
     multiply_parts,
-    round_placed,
     rounded,
 )
 from splitserve.ops.triton.overlap import follow
 from splitserve.ops.triton.parts import FEW, Parts, linear_parts
+from splitserve.ops.triton.rounding import Rounded, round_placed
 from splitserve.ops.triton.routing import add_up, choose
 
 from .quant import linear, linear_rounded
@@ -81,6 +82,12 @@ def clamped_swiglu(
     return out.view(*gate_up.shape[:-1], size)
 
 
+def fuses(x: torch.Tensor, gate_up: Matrix, *, exact: bool) -> bool:
+    """Whether gate, up and what they let through are one kernel for so many rows."""
+    few = x.shape[0] < tuned("expand", arch_of(x))["ROWS"]
+    return few and (exact or not by_library(gate_up, x.shape[0]))
+
+
 def expert_ffn(
     x: torch.Tensor,  # [n, hidden] bf16
     gate_up: Codes | Words,  # [2 * ffn, hidden]: gate, then up
@@ -92,7 +99,7 @@ def expert_ffn(
     parts: bool = False,  # few rows may come in parts
 ) -> torch.Tensor | Parts:  # [n, hidden]
     """Twin of ref.v4.expert_ffn; for few rows gate, up and their product are one kernel."""
-    if x.shape[0] >= tuned("expand", arch_of(x))["ROWS"]:
+    if not fuses(x, gate_up, exact=exact):
         product = linear if exact else linear_rounded
         inner = clamped_swiglu(product(x, gate_up), limit)
         return product((inner if weights is None else inner * weights).to(x.dtype), down)

@@ -36,22 +36,10 @@ from splitserve.ops.kernels.archs import FIRST_FP8
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.ref.v4.quant import Mxfp4, Tiles, Weight, dequantise, ue8m0_to_float
+from splitserve.ops.triton import scaled
 from splitserve.ops.triton.grouping import group_pairs
-from splitserve.ops.triton.multiply import (
-    BLOCK,
-    Codes,
-    Lanes,
-    Matrix,
-    Rounded,
-    Words,
-    expand,
-    many_rows,
-    multiply,
-    quantise_rows,
-    round_placed,
-    round_rows,
-    rounded,
-)
+from splitserve.ops.triton.multiply import Codes, Lanes, Matrix, Words, expand, many_rows, multiply, rounded
+from splitserve.ops.triton.rounding import BLOCK, Rounded, quantise_rows, round_placed, round_rows
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +60,9 @@ def prepare(weight: Weight, *, exact: bool = True) -> Matrix:
                 return found
             return repack(weight, eight=eight and multiplies_right(device))
         case Tiles():
+            scaled.works(
+                weight.codes.device
+            )  # asked now, since no product may be tried while graphs are recorded
             powers = weight.scales.dtype == torch.uint8
             scales = ue8m0_to_float(weight.scales) if powers else weight.scales
             return Codes(weight.codes, scales.contiguous(), weight.tile, powers)
@@ -245,7 +236,7 @@ def linear_rounded(
 ) -> torch.Tensor:  # [T, out]
     """As `linear`, with each 128 neighbours of x rounded to e4m3 first, as DeepSeek's own recipe has it.
 
-    The result is the same however many rows there are; products of eight bits are used where they are faster.
+    Products of eight bits are used where they are faster: ours, or for many rows cuBLAS'.
     """
     rows = rounded(x, weight)
     return multiply(rows, weight) if isinstance(rows, Rounded) else linear(rows, weight)
