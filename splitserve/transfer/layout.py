@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.errors import ConfigError, ProtocolError
-from splitserve.spec import Field, Kind, Slab, StateSpec, Units, owned_pieces
+from splitserve.spec import Field, Growth, Kind, Slab, StateSpec, Units, owned_pieces
 from splitserve.wire import Card
 
 Ints = npt.NDArray[np.int64]
@@ -110,13 +110,14 @@ class Link:
         self._paged = _Fields(self.src_fields, self.dst_fields, Kind.PAGE)
         self._slotted = _Fields(self.src_fields, self.dst_fields, Kind.SLOT)
         self._whole_page = self._paged.runs(self._paged.none, self._paged.rows_per_unit)
+        self._bytes_a_row = _bytes_a_row(self.src_fields)
 
     def __repr__(self) -> str:
         return f"Link({_name(self.mine)} to {_name(self.theirs)}, {len(self.src_fields)} fields)"
 
     def num_bytes(self, *, start: int, stop: int, last: bool) -> int:
         """Bytes of `copies` for the same tokens, without the copies. 0: this rank owes that rank nothing of them."""
-        return sum(len(f.spec.live_rows(start, stop, last)) * f.spec.row_bytes for f in self.src_fields)
+        return sum(len(spec.live_rows(start, stop, last)) * size for spec, size in self._bytes_a_row)
 
     def copies(
         self, src: Sequence[Units], dst: Sequence[Units], *, start: int, stop: int, last: bool
@@ -154,21 +155,22 @@ class Link:
         return parts
 
     def _slot_part(self, src: Sequence[Units], dst: Sequence[Units], stop: int) -> _Part:
-        live = [len(f.spec.live_rows(0, stop, True)) for f in self._slotted.src]
+        live = [len(spec.live_rows(0, stop, True)) for spec in self._slotted.specs]
         runs = self._slotted.runs(self._slotted.none, np.array(live, np.int64))
         return _Part(_slot_address(self.mine, src), _slot_address(self.theirs, dst), runs, Kind.SLOT)
 
     def _finish(self, parts: Sequence[_Part]) -> Copies:
         """Addresses of all parts, merged and in the transports' form. Pages and slots do not merge: other slabs."""
-        src, dst = [], []
+        src, dst = [np.empty((0, 3), np.uint64)], [np.empty((0, 3), np.uint64)]
         for kind in Kind:
             chosen = [part.addresses() for part in parts if part.kind is kind]
             if chosen:
-                runs = _merge(np.concatenate(chosen))
+                runs = (
+                    chosen[0] if kind is Kind.SLOT else _merge(np.concatenate(chosen))
+                )  # one slot: merged already
                 src.append(_with_device(runs[:, 0], runs[:, 2], _slab(self.mine, kind)))
                 dst.append(_with_device(runs[:, 1], runs[:, 2], _slab(self.theirs, kind)))
-        nothing = np.empty((0, 3), np.uint64)
-        return Copies(np.concatenate([nothing, *src]), np.concatenate([nothing, *dst]))
+        return Copies(np.concatenate(src), np.concatenate(dst))
 
 
 def copies(
@@ -209,54 +211,82 @@ class _Part:
 
 
 class _Fields:
-    """The owed fields of one kind as columns."""
+    """The owed fields of one kind as columns.
+
+    Fields whose rows lie side by side at either end are one column: in a slot all layers of one name, so that a
+    handoff of DeepSeek-V4 looks at three of them and not at each row of 121 fields, while its last rows wait.
+    """
 
     def __init__(self, src: Sequence[Field], dst: Sequence[Field], kind: Kind) -> None:
         pairs = [(a, b) for a, b in zip(src, dst, strict=True) if a.spec.kind is kind]
-        self.src = [a for a, _ in pairs]
-        self.src_offset = _column(a.offset for a, _ in pairs)
-        self.dst_offset = _column(b.offset for _, b in pairs)
-        self.src_stride = _column(a.row_stride for a, _ in pairs)
-        self.dst_stride = _column(b.row_stride for _, b in pairs)
-        self.row_bytes = _column(a.spec.row_bytes for a, _ in pairs)
-        self.tokens_per_row = _column(a.spec.tokens_per_row for a, _ in pairs)
-        self.rows_per_unit = _column(a.rows_per_unit for a, _ in pairs)
-        self.none = np.zeros(len(pairs), np.int64)
+        joined: list[list[tuple[Field, Field]]] = []
+        for pair in sorted(pairs, key=lambda pair: pair[0].offset):
+            if joined and _goes_on(joined[-1][-1], pair):
+                joined[-1].append(pair)
+            else:
+                joined.append([pair])
+        heads = [some[0] for some in joined]
+        self.specs = [
+            a.spec for a, _ in heads
+        ]  # of each column the first: its rows are counted as all others are
+        self.src_offset = _column(a.offset for a, _ in heads)
+        self.dst_offset = _column(b.offset for _, b in heads)
+        self.src_stride = _column(a.row_stride for a, _ in heads)
+        self.dst_stride = _column(b.row_stride for _, b in heads)
+        self.row_bytes = _column(sum(a.spec.row_bytes for a, _ in some) for some in joined)
+        self.tokens_per_row = _column(a.spec.tokens_per_row for a, _ in heads)
+        self.rows_per_unit = _column(a.rows_per_unit for a, _ in heads)
+        self.none = np.zeros(len(heads), np.int64)
         self._dense = (self.src_stride == self.row_bytes) & (self.dst_stride == self.row_bytes)
 
     def __len__(self) -> int:
-        return len(self.src)
+        return len(self.specs)
 
     def rows_in_page(self, page: int, start: int, stop: int) -> tuple[Ints, Ints]:
-        """For each field the rows [low, high) of page `page` of the request that tokens [start, stop) complete."""
+        """For each column the rows [low, high) of page `page` of the request that tokens [start, stop) complete."""
         before = page * self.rows_per_unit
         low = np.clip(start // self.tokens_per_row - before, 0, self.rows_per_unit)
         high = np.clip(stop // self.tokens_per_row - before, 0, self.rows_per_unit)
         return low, high
 
     def runs(self, low: Ints, high: Ints) -> Runs:
-        """Rows [low, high) of each field as merged runs of offsets inside a unit."""
-        dense = self._dense & (high > low)
-        whole = np.stack(
-            [
-                self.src_offset + low * self.row_bytes,
-                self.dst_offset + low * self.row_bytes,
-                (high - low) * self.row_bytes,
-            ],
-            axis=1,
-        )[dense]
-        strided = np.flatnonzero(~self._dense & (high > low))
-        of = np.repeat(strided, (high - low)[strided])  # field of each row
-        row = np.concatenate([np.arange(low[i], high[i]) for i in strided]) if len(strided) else of
-        each = np.stack(
-            [
-                self.src_offset[of] + row * self.src_stride[of],
-                self.dst_offset[of] + row * self.dst_stride[of],
-                self.row_bytes[of],
-            ],
-            axis=1,
-        )
-        return _merge(np.concatenate([whole, each]))
+        """Rows [low, high) of each column as merged runs of offsets inside a unit."""
+        some = high > low
+        of = np.flatnonzero(self._dense & some)  # column of each run
+        row, rows = low[of], (high - low)[of]
+        strided = np.flatnonzero(~self._dense & some)
+        if len(strided):  # of these every row is a run
+            each = np.concatenate([np.arange(low[i], high[i]) for i in strided])
+            of = np.concatenate([of, np.repeat(strided, (high - low)[strided])])
+            row, rows = np.concatenate([row, each]), np.concatenate([rows, np.ones_like(each)])
+        out = np.empty((len(of), 3), np.int64)
+        out[:, 0] = self.src_offset[of] + row * self.src_stride[of]
+        out[:, 1] = self.dst_offset[of] + row * self.dst_stride[of]
+        out[:, 2] = self.row_bytes[of] * rows
+        return _merge(out)
+
+
+def _goes_on(before: tuple[Field, Field], pair: tuple[Field, Field]) -> bool:
+    """Whether each row of a pair's fields begins where that row of the pair before ends, at both ends."""
+    return _counted_as(before[0]) == _counted_as(pair[0]) and all(
+        old.row_stride == new.row_stride and old.offset + old.spec.row_bytes == new.offset
+        for old, new in zip(before, pair, strict=True)
+    )
+
+
+def _counted_as(field: Field) -> tuple[Growth, int, int, int]:
+    """Fields that are equal in this have the same live rows of any tokens, and the same of them in each unit."""
+    spec = field.spec
+    return spec.growth, spec.rows, spec.tokens_per_row, field.rows_per_unit
+
+
+def _bytes_a_row(fields: Sequence[Field]) -> list[tuple[StateSpec, int]]:
+    """For each way of counting rows one spec that has it, and the bytes of a row of all fields together."""
+    found: dict[tuple[Growth, int, int, int], tuple[StateSpec, int]] = {}
+    for field in fields:
+        spec, size = found.get(_counted_as(field), (field.spec, 0))
+        found[_counted_as(field)] = spec, size + field.spec.row_bytes
+    return list(found.values())
 
 
 def _merge(runs: Runs) -> Runs:
@@ -265,7 +295,9 @@ def _merge(runs: Runs) -> Runs:
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     ends = runs[:-1, :2] + runs[:-1, 2:]
-    starts = np.flatnonzero(np.r_[True, (runs[1:, :2] != ends).any(axis=1)])
+    begins = np.ones(len(runs), bool)
+    (runs[1:, :2] != ends).any(axis=1, out=begins[1:])
+    starts = np.flatnonzero(begins)
     merged = runs[starts]
     merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
     return merged
@@ -319,8 +351,9 @@ def _slab(card: Card, kind: Kind) -> Slab:
 
 
 def _with_device(address: Ints, length: Ints, slab: Slab) -> npt.NDArray[np.uint64]:
-    device = np.full_like(length, max(slab.device, 0))
-    return np.stack([address, length, device], axis=1).astype(np.uint64)
+    out = np.empty((len(address), 3), np.uint64)
+    out[:, 0], out[:, 1], out[:, 2] = address, length, max(slab.device, 0)
+    return out
 
 
 def _specs(card: Card) -> dict[tuple[str, int], StateSpec]:

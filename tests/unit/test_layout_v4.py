@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from state_cases import Rank
 
 from splitserve.models.deepseek_v4_config import from_json
 from splitserve.models.deepseek_v4_states import deepseek_v4_states
 from splitserve.models.make_checkpoint import FLASH, T1, TINY
-from splitserve.spec import StateSpec, live_bytes
-from splitserve.transfer.layout import link_bytes
+from splitserve.spec import Kind, StateSpec, live_bytes
+from splitserve.transfer.layout import Link, link_bytes
 
 PROMPT = 300  # 0 and 44 beyond a multiple of 4 and of 128
 
@@ -65,3 +66,18 @@ def test_what_decode_has_is_left_out_on_every_link() -> None:
     left = live_bytes(specs, 256, PROMPT)
     assert owed(specs, 4, 4, start=256) == {(r, r): left for r in range(4)}
     assert left < live_bytes(specs, 0, PROMPT)
+
+
+def test_the_slots_of_all_layers_are_a_handful_of_columns() -> None:
+    """Row by row they were 1.5 ms of every handoff, and its bytes take a tenth of that."""
+    specs = states("flash")
+    a, b = (Rank(specs, page_tokens=256, rank=0, size=1, units=()) for _ in range(2))
+    link = Link(a.card, b.card)
+    assert len(link._slotted) <= 10 < 100 < sum(spec.kind is Kind.SLOT for spec in specs)
+    apart = next(
+        i for i, f in enumerate(b.card.fields) if f.spec.kind is Kind.SLOT
+    )  # of one name, the first layer
+    moved = structs.replace(b.card.fields[apart], offset=b.card.fields[apart].offset + (1 << 20))
+    fields = (*b.card.fields[:apart], moved, *b.card.fields[apart + 1 :])
+    other = Link(a.card, structs.replace(b.card, fields=fields))
+    assert len(other._slotted) == len(link._slotted) + 1  # side by side at one end is not enough
