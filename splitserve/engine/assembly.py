@@ -33,7 +33,7 @@ from splitserve.engine.ready import Readiness
 from splitserve.engine.runner import Model, Runner
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.throttle import Launches, Throttled
-from splitserve.engine.transfers import Transfers
+from splitserve.engine.transfers import GPU_SEE_OFF_S, Transfers
 from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
@@ -336,6 +336,7 @@ class Builder:
             sender, receiver, ports=ports, scheduler=scheduler, deadline_s=config.deadline_s
         )
         transfers.clock = clock
+        transfers.see_off_s = GPU_SEE_OFF_S if clock else 0.0
         return transfers
 
     def _facts(self, join: Join, capacity: memory.Capacity, *, meets: bool) -> dict[str, Any]:

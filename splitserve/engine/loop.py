@@ -204,9 +204,12 @@ class Loop:
     def _patience(self) -> float:
         """How long there may be nothing to do; short while a handoff is open."""
         now = self._clock()
-        self._report_load(now, force=True)
         deadline = self._scheduler.next_deadline()
         patience = IDLE_S if deadline is None else min(IDLE_S, deadline - now)
-        return (
-            min(patience, self._transfers.patience(now, self.handoff_poll_s)) if self._transfers else patience
-        )
+        if self._transfers:
+            patience = min(patience, self._transfers.patience(now, self.handoff_poll_s))
+        if (
+            patience > self.handoff_poll_s
+        ):  # else it would be most of what is done between two looks at a handoff
+            self._report_load(now, force=True)
+        return patience

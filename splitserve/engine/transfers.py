@@ -36,6 +36,12 @@ from splitserve.wire import FirstToken, Room
 if TYPE_CHECKING:
     from splitserve.engine.device import Clock
 
+GPU_SEE_OFF_S = 0.0005
+"""Most time that a step's end is followed by looks at the writes it has posted, where their bytes take less than that.
+
+The note leaves when a write's end is seen, and decode waits for the note. The loop's own next look is later.
+"""
+
 
 class Transfers:
     def __init__(
@@ -57,6 +63,7 @@ class Transfers:
         self._sending: dict[int, Rid] = {}
         self._receiving: dict[int, Rid] = {}
         self.clock: Clock | None = None  # of a device that computes beside this process
+        self.see_off_s = 0.0
         self._unsettled: deque[tuple[int, Callable[[float], None]]] = deque()  # (after this step, what to do)
 
     # ------------------------------------------------------------------ from the loop
@@ -89,6 +96,7 @@ class Transfers:
 
     def computed(self, step: Step, result: StepResult, now: float) -> None:
         """A step has been applied: its prompt rows may leave."""
+        ended = False  # a prompt
         for chunk in step.chunks:
             req = self._scheduler.requests.get(chunk.rid)
             if req is None or req.half != "prefill" or req.phase is Phase.ENDED:
@@ -99,6 +107,9 @@ class Transfers:
                 partial(self._left, req, chunk.start, chunk.stop, sampled),
                 now,
             )
+            ended = ended or chunk.sample
+        if ended:
+            self._see_off()
 
     def poll(self, now: float) -> None:
         """Move what can be moved and tell the scheduler."""
@@ -183,6 +194,12 @@ class Transfers:
             return
         self._unsettled.append((self.clock.latest if step is None else step, act))
         self._settle(now)
+
+    def _see_off(self) -> None:
+        """Look at this rank's writes, for a moment, until they have ended."""
+        until = self._clock() + self.see_off_s
+        while self.see_off_s and self._ports.port.moving() and self._clock() < until:
+            self.sender.work(self._clock())
 
     def _settle(self, now: float) -> None:
         while self.clock and self._unsettled and self.clock.done(self._unsettled[0][0]):

@@ -165,9 +165,8 @@ class Link:
         for kind in Kind:
             chosen = [part.addresses() for part in parts if part.kind is kind]
             if chosen:
-                runs = (
-                    chosen[0] if kind is Kind.SLOT else _merge(np.concatenate(chosen))
-                )  # one slot: merged already
+                # A slot is one unit, whose runs are merged.
+                runs = chosen[0] if kind is Kind.SLOT else _merge(np.concatenate(chosen))
                 src.append(_with_device(runs[:, 0], runs[:, 2], _slab(self.mine, kind)))
                 dst.append(_with_device(runs[:, 1], runs[:, 2], _slab(self.theirs, kind)))
         return Copies(np.concatenate(src), np.concatenate(dst))
@@ -213,8 +212,8 @@ class _Part:
 class _Fields:
     """The owed fields of one kind as columns.
 
-    Fields whose rows lie side by side at either end are one column: in a slot all layers of one name, so that a
-    handoff of DeepSeek-V4 looks at three of them and not at each row of 121 fields, while its last rows wait.
+    Fields whose rows lie side by side at either end are one column, in a slot all layers of one name: six for
+    DeepSeek-V4's 121 fields, whose rows one by one would take longer to write down than to write.
     """
 
     def __init__(self, src: Sequence[Field], dst: Sequence[Field], kind: Kind) -> None:
@@ -226,9 +225,7 @@ class _Fields:
             else:
                 joined.append([pair])
         heads = [some[0] for some in joined]
-        self.specs = [
-            a.spec for a, _ in heads
-        ]  # of each column the first: its rows are counted as all others are
+        self.specs = [a.spec for a, _ in heads]  # whose rows count as those of the whole column
         self.src_offset = _column(a.offset for a, _ in heads)
         self.dst_offset = _column(b.offset for _, b in heads)
         self.src_stride = _column(a.row_stride for a, _ in heads)

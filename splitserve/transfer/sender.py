@@ -377,7 +377,7 @@ class Sender:
         self._record(entry, now, None)
 
     def _record(self, entry: Leaving, now: float, error: SplitserveError | None) -> None:
-        lanes = sorted(set(self._ports.port.lanes().values()))
+        lanes = list(self._ports.port.seen_lanes.used())  # to ask the transport takes a millisecond
         self._records.append(entry.record(now=now, lanes=lanes, error=error))
 
     def _stake(self, entry: Leaving) -> None:

@@ -281,3 +281,17 @@ def test_a_port_in_use_is_said_so(pair: TransferPair) -> None:
 def test_an_answer_to_a_peer_that_has_gone_is_dropped_and_counted(pair: TransferPair) -> None:
     pair.door.send(b"nobody", Drained(1, 1))
     assert pair.door.num_dropped == 1
+
+
+def test_a_record_names_the_lanes_that_were_seen_and_does_not_read_them_again(pair: TransferPair) -> None:
+    """Over UCX that is a log to be parsed: a millisecond of the loop for each handoff."""
+    transport, asked = pair.prefill.ports[0]._transport, []
+    read = transport.lanes
+    transport.lanes = lambda: asked.append(1) or read()  # type: ignore[method-assign, func-returns-value]
+    for room in (1, 2):
+        pair.open(room, 8)
+        pair.ask(room, 8)
+        pair.compute(room, 0, 8, last=True)
+        pair.run(pair.over)
+    assert [r["lanes"] for r in pair.sender.records()] == [["a list"]] * 2
+    assert len(asked) == 1

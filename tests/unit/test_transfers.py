@@ -9,6 +9,7 @@ import pytest
 from splitserve.engine.limits import Limits
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
+from splitserve.engine.step import Sampled, StepResult
 from splitserve.engine.transfers import Transfers
 from splitserve.errors import DeadlineExceeded
 from splitserve.kv.cache import Cache
@@ -150,3 +151,55 @@ def test_a_request_that_ends_before_its_rows_were_offered_gives_them_back():
     assert engine.receiver.deadlines == {}
     assert engine.transfers._receiving == {}
     assert engine.scheduler.cache.num_free == 16
+
+
+class Writing(Half):
+    """A sender whose writes end at the look of that number, and the port that says so; a look takes 0.1 ms."""
+
+    def __init__(self, ends_at: int) -> None:
+        super().__init__()
+        self.ends_at, self.looks, self.port = ends_at, 0, self
+
+    def open(self, room: int, num_tokens: int, **_: Any) -> None: ...
+
+    def computed(self, *_: Any, **__: Any) -> None: ...
+
+    def moving(self) -> bool:
+        return self.looks < self.ends_at
+
+    def work(self, now: float) -> None:
+        self.looks += 1
+
+    def clock(self) -> float:
+        return self.looks * 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "see_off_s", "step_tokens", "looks"),
+    [
+        (3, 1.0, 8, 3),  # as long as it moves
+        (999, 5.5e-4, 8, 6),  # but no longer than that
+        (3, 0.0, 8, 0),  # where devices do not compute beside this process
+        (3, 1.0, 2, 0),  # a chunk in the middle of a prompt: nobody waits for it
+    ],
+)
+def test_a_step_that_ends_a_prompt_looks_for_the_end_of_its_write(
+    ends_at: int, see_off_s: float, step_tokens: int, looks: int
+) -> None:
+    """Its note leaves when that is seen; the loop's next look is half a millisecond later."""
+    cache = Cache(num_pages=16, page_tokens=4)
+    scheduler = Scheduler(cache, Limits(max_len=40, max_seqs=1, step_tokens=step_tokens))
+    sender = Writing(ends_at)
+    transfers = Transfers(
+        sender, Half(), ports=sender, scheduler=scheduler, deadline_s=9.0, clock=sender.clock
+    )  # type: ignore[arg-type]
+    transfers.see_off_s = see_off_s
+    room = Room(1, "127.0.0.1", 1)
+    req = Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=1), half="prefill", room=room)
+    transfers.start(req, 0.0)
+    scheduler.add(req, 0.0)
+    step = scheduler.plan(0.0)
+    sampled = {c.rid: Sampled((5,)) for c in step.chunks if c.sample}
+    scheduler.apply(StepResult(step.index, sampled))
+    transfers.computed(step, StepResult(step.index, sampled), 0.0)
+    assert sender.looks == looks
