@@ -109,6 +109,8 @@ class Loop:
 
     def _launch(self, step: Step) -> _Launched:
         self._ranks.send(step)
+        if self._transfers:
+            self._transfers.expect(step)
         begin = self._clock()
         return _Launched(step, self._runner.launch(step), begin)
 

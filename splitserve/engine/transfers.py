@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.engine.request import Phase, Request
 from splitserve.engine.scheduler import Scheduler
-from splitserve.engine.step import Sampled, Step, StepResult
+from splitserve.engine.step import Chunk, Sampled, Step, StepResult
 from splitserve.errors import DeadlineExceeded, InvariantError, RequestError, SplitserveError, by_code
 from splitserve.transfer.events import Arrived, PortEvent, ReceiveFailed, Released, SendFailed, Sent
 from splitserve.transfer.port import PortGroup
@@ -64,6 +64,7 @@ class Transfers:
         self._receiving: dict[int, Rid] = {}
         self.clock: Clock | None = None  # of a device that computes beside this process
         self.see_off_s = 0.0
+        self._coming: list[Chunk] = []  # of the step under way, those that end a prompt
         self._unsettled: deque[tuple[int, Callable[[float], None]]] = deque()  # (after this step, what to do)
 
     # ------------------------------------------------------------------ from the loop
@@ -93,6 +94,10 @@ class Transfers:
                 self._after(None, partial(self._offer, req), now)
         for req in ended:
             self._give_up(req, now)
+
+    def expect(self, step: Step) -> None:
+        """A step is about to be launched: what leaves after it is prepared on its way (`progress`)."""
+        self._coming = [c for c in step.chunks if c.sample and c.start < c.num_prompt]
 
     def computed(self, step: Step, result: StepResult, now: float) -> None:
         """A step has been applied: its prompt rows may leave."""
@@ -141,6 +146,8 @@ class Transfers:
         self.receiver.work(now)
         if self.receiver.moving():
             self._ports.feed(self._ports.port.poll())
+        if self._coming:
+            self._prepare(self._coming.pop())
 
     def feed(self, events: Sequence[PortEvent]) -> None:
         """What the ports of other ranks have reported."""
@@ -194,6 +201,14 @@ class Transfers:
             return
         self._unsettled.append((self.clock.latest if step is None else step, act))
         self._settle(now)
+
+    def _prepare(self, chunk: Chunk) -> None:
+        req = self._scheduler.requests.get(chunk.rid)
+        if req is None or req.half != "prefill" or req.phase is Phase.ENDED or req.holding is None:
+            return
+        stop = min(chunk.stop, req.num_given)
+        units = self._scheduler.cache.units(req.holding, chunk.start, stop)
+        self.sender.prepare(_room_of(req).id, chunk.start, stop, units=units)
 
     def _see_off(self) -> None:
         """Look at this rank's writes, for a moment, until they have ended."""

@@ -30,6 +30,9 @@ class Around:
     def connect(self, card: Card) -> str:
         return self._inner.connect(card)
 
+    def prepare(self, peer: str, copies: Copies) -> None:
+        self._inner.prepare(peer, copies)
+
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         return self._inner.write(peer, copies, note)
 

@@ -189,6 +189,8 @@ class LocalTransport:
 
     # ------------------------------------------------------------------ writing
 
+    def prepare(self, peer: str, copies: Copies) -> None: ...
+
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         if peer not in self._peers:
             raise TransferError(f"{peer} is not connected")

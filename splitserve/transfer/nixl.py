@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 _log = log.get(__name__)
+
+MAX_READY = 64
+"""Requests made before their writes; the oldest is dropped for one more, and its write makes its own."""
 
 LOG_NAME = "splitserve-ucx-log"
 
@@ -63,6 +66,15 @@ class _Peer:
 
 
 @dataclass
+class _Ready:
+    """A request made before its write: for these very copies."""
+
+    copies: Copies
+    peer: str
+    handle: Any
+
+
+@dataclass
 class _Write:
     """A posted request. `error` is why it was given up; it is told once NIXL has let go of the source memory."""
 
@@ -80,6 +92,7 @@ class NixlTransport:
         self._name = agent_name
         self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, _Write] = {}
+        self._ready: dict[int, _Ready] = {}  # id of its copies -> the request
         self._events: list[TransportEvent] = []
         self._slabs: Any = None
         self._memory = "DRAM"
@@ -134,6 +147,8 @@ class NixlTransport:
         if peer not in self._peers:
             return
         self._peers[peer].leaving = True
+        for ready in [r for r in self._ready.values() if r.peer == peer]:
+            self._drop(ready)
         for write in [w for w in self._writes.values() if w.peer == peer]:
             self._give_up(write, "disconnected")
         self._remove_left()
@@ -148,6 +163,21 @@ class NixlTransport:
 
     # ------------------------------------------------------------------ writing
 
+    def prepare(self, peer: str, copies: Copies) -> None:
+        """Make the request; `write` of the same object posts it."""
+        to = self._peers.get(peer)
+        if to is None or to.leaving or not len(copies):
+            return
+        with contextlib.suppress(*self._errors):  # the write itself will say so
+            self._ready[id(copies)] = _Ready(copies, peer, self._request("WRITE", copies.src, copies.dst, to))
+        while len(self._ready) > MAX_READY:
+            self._drop(next(iter(self._ready.values())))
+
+    def _drop(self, ready: _Ready) -> None:
+        del self._ready[id(ready.copies)]
+        with contextlib.suppress(*self._errors):
+            ready.handle.release()
+
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         to = self._peers.get(peer)
         if to is None or to.leaving:
@@ -160,39 +190,40 @@ class NixlTransport:
                     self._agent.send_notif(peer, note)
                 self._events.append(Written(number))
                 return number
-            handle = self._request("WRITE", copies.src, copies.dst, to, note)
+            ready = self._ready.pop(id(copies), None)
+            handle = ready.handle if ready else self._request("WRITE", copies.src, copies.dst, to)
         except self._errors as e:
             raise TransferError(f"cannot post {copies.num_bytes:,} bytes to {peer}: {e}") from e
-        return self._post(number, peer, handle)
+        return self._post(number, peer, handle, note)
 
     def read(self, peer: str, copies: Copies) -> int:
         to = self._peers.get(peer)
         if to is None or to.leaving:
             raise TransferError(f"{peer} is not connected")
         try:
-            handle = self._request("READ", copies.dst, copies.src, to, b"")
+            handle = self._request("READ", copies.dst, copies.src, to)
         except self._errors as e:
             raise TransferError(f"cannot fetch {copies.num_bytes:,} bytes from {peer}: {e}") from e
         self._next_id += 1
-        return self._post(self._next_id, peer, handle)
+        return self._post(self._next_id, peer, handle, b"")
 
-    def _post(self, number: int, peer: str, handle: Any) -> int:
+    def _post(self, number: int, peer: str, handle: Any, note: bytes) -> int:
         self._writes[number] = write = _Write(number, peer, handle)
-        self._advance(write, post=True)
+        self._advance(write, lambda: self._agent.transfer(handle, note))
         return number
 
-    def _request(self, verb: str, here: Any, there: Any, to: _Peer, note: bytes) -> Any:
+    def _request(self, verb: str, here: Any, there: Any, to: _Peer) -> Any:
         mine = self._agent.get_xfer_descs(np.ascontiguousarray(here), self._memory)
         theirs = self._agent.get_xfer_descs(np.ascontiguousarray(there), to.memory)
-        return self._agent.initialize_xfer(verb, mine, theirs, to.card.agent_name, note)
+        return self._agent.initialize_xfer(verb, mine, theirs, to.card.agent_name)
 
-    def _advance(self, write: _Write, *, post: bool = False) -> None:
-        """Post or look at one request, and let go of it at its end."""
+    def _advance(self, write: _Write, act: Callable[[], str] | None = None) -> None:
+        """Post (`act`) or look at one request, and let go of it at its end."""
         if write.error:
             self._give_up(write, write.error)
             return
         try:
-            state = self._agent.transfer(write.handle) if post else self._agent.check_xfer_state(write.handle)
+            state = act() if act else self._agent.check_xfer_state(write.handle)
         except self._errors as e:
             self._give_up(write, str(e))
             return
@@ -253,6 +284,8 @@ class NixlTransport:
     def close(self) -> None:
         if self._agent is None:
             return
+        for ready in list(self._ready.values()):
+            self._drop(ready)
         for write in list(self._writes.values()):
             with contextlib.suppress(*self._errors):  # the agent's end takes what is left
                 write.handle.release()

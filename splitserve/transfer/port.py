@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,9 +45,10 @@ from splitserve.transfer.events import (
 )
 from splitserve.transfer.faults import Faults
 from splitserve.transfer.lanes import SeenLanes
-from splitserve.transfer.layout import Link
+from splitserve.transfer.layout import Copies, Link
 from splitserve.transfer.ledger import Pair
 from splitserve.transfer.liveness import host_id, start_ticks
+from splitserve.transfer.posting import Peers, Posted, Prepared, copies_of, first_row
 from splitserve.transfer.probed import SlowPairs
 from splitserve.transfer.transport import Broken, Lost, Noted, Slow, Transport, Written
 from splitserve.wire import Card, Note
@@ -105,26 +105,6 @@ def owed_bytes(links: Mapping[Pair, Link], *, begin: int, end: int) -> dict[Pair
     return {pair: n for pair, n in owed.items() if n or pair == (0, 0)}
 
 
-@dataclass
-class _Peers:
-    """The ranks of another engine, and how this rank's state maps onto theirs."""
-
-    cards: tuple[Card, ...]
-    handles: dict[int, str]  # destination rank -> transport's handle
-    links: dict[int, Link]
-
-
-@dataclass
-class _Posted:
-    """A WriteOrder under way."""
-
-    order: WriteOrder
-    ids: set[int] = field(default_factory=set)
-    bytes: int = 0
-    descriptors: int = 0
-    error: str = ""
-
-
 class Port:
     def __init__(
         self,
@@ -153,10 +133,11 @@ class Port:
         self.digests: Digests = HostDigests(slabs)  # replaced where the slabs do not lie in host memory
         self.seen_lanes = SeenLanes()
         self._faults = faults
-        self._peers: dict[str, _Peers] = {}  # that we may write to
+        self._peers: dict[str, Peers] = {}  # that we may write to
         self._sources: dict[str, dict[Pair, Link]] = {}  # that write to us
         self._taken: dict[tuple[int, int], Words] = {}  # (room, chunk) -> digest of each of our fields
-        self._posted: dict[tuple[int, int, int], _Posted] = {}  # (room, generation, chunk)
+        self._prepared = Prepared()
+        self._posted: dict[tuple[int, int, int], Posted] = {}  # (room, generation, chunk)
         self._writes: dict[int, tuple[int, int, int]] = {}  # write id -> key of _posted
         self._settling: dict[str, tuple[Card, ...]] = {}  # engines that are dead
         self._events: list[PortEvent] = []
@@ -180,10 +161,25 @@ class Port:
             case Settle(engine=engine, cards=cards):
                 self._settling[engine] = cards
             case Forget(room=room):
+                self._prepared.forget(room)
                 for key in [k for k in self._taken if k[0] == room]:
                     del self._taken[key]
             case _:
                 pass  # another rank's CompareOrder
+
+    def prepare(self, order: WriteOrder) -> None:
+        """Do what can be done before the rows of an order that will come are there. Nothing is read or promised."""
+        found: dict[int, Copies] = {}
+        peers = self._peers.get(order.engine)
+        if peers is None:
+            return
+        try:
+            for rank, handle in peers.handles.items():
+                found[rank] = copies_of(order, peers.links[rank])
+                self._transport.prepare(handle, found[rank])
+        except SplitserveError:
+            return  # the order itself will say so
+        self._prepared.keep(order, found)
 
     def poll(self) -> list[PortEvent]:
         """Move bytes along; what has happened since the last call. Never waits."""
@@ -230,7 +226,7 @@ class Port:
                 self._transport.disconnect(handle)
             self._events.append(PortFault(self.rank, "meet", e.message, order.engine))
             return
-        self._peers[order.engine] = _Peers(order.cards, handles, links)
+        self._peers[order.engine] = Peers(order.cards, handles, links)
 
     def _part(self, engine: str) -> None:
         self._sources.pop(engine, None)
@@ -257,7 +253,7 @@ class Port:
 
     def _write(self, order: WriteOrder) -> None:
         key = (order.room, order.generation, order.chunk)
-        posted = self._posted[key] = _Posted(order)
+        posted = self._posted[key] = Posted(order)
         peers = self._peers.get(order.engine)
         if peers is None:
             posted.error = f"rank {self.rank} is not connected to {order.engine}"
@@ -269,14 +265,13 @@ class Port:
                 posted.error = e.message
         self._finish(key)
 
-    def _write_link(self, order: WriteOrder, posted: _Posted, card: Card, peers: _Peers) -> None:
+    def _write_link(self, order: WriteOrder, posted: Posted, card: Card, peers: Peers) -> None:
         """One rank's share: its copies and its note."""
         link = peers.links[card.tp_rank]
         pair = (self.rank, card.tp_rank)
         if pair != (0, 0) and not link.num_bytes(start=order.begin, stop=order.end, last=True):
             return
-        start = min(max(order.start, order.begin), order.stop)
-        copies = link.copies(order.src, order.dst, start=start, stop=order.stop, last=order.last)
+        copies = self._prepared.take(order, card.tp_rank) or copies_of(order, link)
         note: Note | None = Note(
             room=order.room,
             generation=order.generation,
@@ -284,7 +279,7 @@ class Port:
             chunk=order.chunk,
             bytes=copies.num_bytes,
             last=order.last,
-            digest=self._link_digest(order, link, start) if order.digested else 0,
+            digest=self._link_digest(order, link, first_row(order)) if order.digested else 0,
             digested=order.digested,
             first=order.first if pair == (0, 0) else None,
         )

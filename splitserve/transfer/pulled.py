@@ -80,6 +80,8 @@ class Pulled(Around):
 
     # ------------------------------------------------------------------ source
 
+    def prepare(self, peer: str, copies: Copies) -> None: ...  # it is the peer who will read
+
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         self._next += 1
         number = self._next

@@ -19,6 +19,7 @@ import numpy as np
 
 from splitserve.errors import RequestError, SplitserveError
 from splitserve.spec import Kind, Units
+from splitserve.transfer.events import WriteOrder
 from splitserve.transfer.incoming import Incoming
 from splitserve.transfer.outgoing import Outgoing
 from splitserve.wire import FirstToken, Offer
@@ -66,6 +67,26 @@ class Leaving:
     peer: bytes = b""  # the connection that decode speaks through
     bytes: int = 0
     descriptors: int = 0
+
+    def order(self, generation: int, number: int, chunk: HeldChunk) -> WriteOrder:
+        """To write chunk `number` into the rows that were offered."""
+        offer = self.offer
+        assert offer is not None
+        return WriteOrder(
+            room=self.id,
+            generation=generation,
+            engine=offer.engine,
+            chunk=number,
+            src=chunk.units,
+            dst=offer.units,
+            start=chunk.start,
+            stop=chunk.stop,
+            begin=offer.start,
+            end=offer.num_tokens,
+            last=chunk.last,
+            digested=offer.digests,
+            first=chunk.first,
+        )
 
     def disagreement(self) -> RequestError | None:
         """Why the two halves are not of one request; None where they are, or where one is not here yet."""

@@ -38,7 +38,6 @@ from splitserve.transfer.events import (
     Sent,
     TakeOrder,
     WriteDone,
-    WriteOrder,
 )
 from splitserve.transfer.handoff import TX_FINAL, Action, Tx
 from splitserve.transfer.liveness import Dead, Fence, Silent, Watch
@@ -102,6 +101,16 @@ class Sender:
         self._owned.add(room)
         self._act(entry, entry.table.request(deadline=deadline), now)
         self._compare(entry, now)
+
+    def prepare(self, room: int, start: int, stop: int, *, units: tuple[Units, ...]) -> None:
+        """A step under way ends this prompt: while nobody waits for it, work out what its last chunk will need.
+
+        On this rank only. Unknown rooms, and those without an offer, are ignored.
+        """
+        entry = self._rooms.get(room)
+        if entry is not None and entry.table.state is Tx.SENDING:
+            chunk = HeldChunk(start, stop, units, last=True, first=None, computed=0.0)
+            self._ports.port.prepare(entry.order(entry.table.generation, len(entry.chunks), chunk))
 
     def computed(
         self,
@@ -346,26 +355,9 @@ class Sender:
         self._door.send(entry.peer, Accepted(entry.id, entry.table.generation, ()))
 
     def _write(self, entry: Leaving, action: Action, now: float) -> None:
-        offer, chunk = entry.offer, entry.chunks[action.chunk]
-        assert offer is not None
+        chunk = entry.chunks[action.chunk]
         chunk.posted = now
-        self._ports.post(
-            WriteOrder(
-                room=entry.id,
-                generation=action.generation,
-                engine=offer.engine,
-                chunk=action.chunk,
-                src=chunk.units,
-                dst=offer.units,
-                start=chunk.start,
-                stop=chunk.stop,
-                begin=offer.start,
-                end=offer.num_tokens,
-                last=chunk.last,
-                digested=offer.digests,
-                first=chunk.first,
-            )
-        )
+        self._ports.post(entry.order(action.generation, action.chunk, chunk))
 
     def _report_sent(self, entry: Leaving, now: float) -> None:
         seconds = entry.seconds(now)

@@ -90,6 +90,10 @@ class Transport(Protocol):
         """Make a peer's memory writable; returns its handle. Raises TransferError when it cannot be reached."""
         ...
 
+    def prepare(self, peer: str, copies: Copies) -> None:
+        """A hint: these very `copies` will soon be written to `peer`. Reads no memory and never raises."""
+        ...
+
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         """Post one write; returns its id, unique in this transport. No copies: only the note is sent.
 

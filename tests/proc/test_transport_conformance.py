@@ -140,6 +140,31 @@ def test_bytes_without_a_note_tell_nobody(pair: Pair) -> None:
     assert "" not in [e["note"] for e in target.wait_for(is_note("end"))]
 
 
+def test_a_prepared_write_moves_what_is_there_when_it_is_posted(pair: Pair) -> None:
+    source, target, peer = pair
+    source.ask("fill", seed=6, start=0, stop=MIB)
+    source.ask("prepare", peer=peer, runs=[[0, 4096, MIB]])
+    target.ask("set", value=7, start=0, stop=2 * MIB)
+    source.ask("fill", seed=7, start=0, stop=MIB)
+    for note in ("prepared", "and once more"):  # the second time there is nothing ready for it
+        number = source.ask("write_prepared", peer=peer, note=note)
+        target.wait_for(is_note(note))
+        assert source.wait_for(is_end(number))[-1]["kind"] == "Written"
+        assert target.ask("equals", seed=7, start=4096, stop=4096 + MIB)
+    assert target.ask("changed", value=7, start=0, stop=4096) == 0
+
+
+def test_what_was_prepared_for_a_peer_ends_with_its_connection(pair: Pair) -> None:
+    source, target, peer = pair
+    source.ask("prepare", peer=peer, runs=[[0, 0, 64]])
+    source.ask("disconnect", peer=peer)
+    with pytest.raises(ChildError, match="not connected"):
+        source.ask("write_prepared", peer=peer, note="late")
+    assert source.ask("connect", card=target.ask("card")) == peer
+    source.ask("write_prepared", peer=peer, note="with the new one")
+    target.wait_for(is_note("with the new one"))
+
+
 def test_poll_never_waits_even_for_a_stopped_peer(pair: Pair) -> None:
     source, target, peer = pair
     assert source.ask("polls", count=200) < 0.5  # nothing to do; the bound is for a busy machine

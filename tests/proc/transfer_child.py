@@ -68,14 +68,24 @@ class Child:
         self.peers[handle] = theirs
         return handle
 
+    def do_prepare(self, peer: str, runs: list[list[int]]) -> None:
+        self.prepared = self.copies(peer, runs)
+        self.transport.prepare(peer, self.prepared)
+
+    def do_write_prepared(self, peer: str, note: str) -> int:
+        return self.transport.write(peer, self.prepared, note.encode())
+
     def do_write(self, peer: str, runs: list[list[int]], note: str, pad: int = 0) -> int:
+        return self.transport.write(peer, self.copies(peer, runs), note.encode() + b"." * pad)
+
+    def copies(self, peer: str, runs: list[list[int]]) -> Copies:
         """`runs`: [[source offset, destination offset, bytes], ...]"""
         mine, theirs = self.port.card.slabs[0].addr, self.peers[peer].slabs[0].addr
         table = np.array(runs, np.uint64).reshape(-1, 3)
         zero = np.zeros(len(table), np.uint64)
         src = np.stack([table[:, 0] + np.uint64(mine), table[:, 2], zero], 1)
         dst = np.stack([table[:, 1] + np.uint64(theirs), table[:, 2], zero], 1)
-        return self.transport.write(peer, Copies(src, dst), note.encode() + b"." * pad)
+        return Copies(src, dst)
 
     def do_disconnect(self, peer: str) -> None:
         self.transport.disconnect(peer)

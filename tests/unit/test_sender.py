@@ -295,3 +295,31 @@ def test_a_record_names_the_lanes_that_were_seen_and_does_not_read_them_again(pa
         pair.run(pair.over)
     assert [r["lanes"] for r in pair.sender.records()] == [["a list"]] * 2
     assert len(asked) == 1
+
+
+def test_a_chunk_is_written_by_the_copies_prepared_for_it_and_only_where_they_are_right(
+    pair: TransferPair,
+) -> None:
+    pair.network.hold = True
+    transport = pair.network.ends["prefill.0"]
+    for room in (1, 2):
+        pair.open(room, 8)
+        pair.sender.prepare(
+            room, 0, 8, units=pair.units(0, 0, 8)
+        )  # nobody has offered: nothing to prepare for
+        pair.ask(room, 8, first_page=14 + 2 * room)
+    pair.run(lambda: pair.sender.stats()["send_sending"] == 2.0)
+    assert transport.prepared == []
+    for room, page in ((1, 0), (2, 4)):  # of room 2 other pages than those that will be computed
+        pair.sender.prepare(room, 0, 8, units=pair.units(page, 0, 8))
+        pair.compute(room, 0, 8, last=True)
+    right, wrong = transport.prepared
+    written = [copies for _, _, copies, _ in transport.flying]
+    assert written[0] is right
+    assert written[1] is not wrong
+    pair.network.hold = False
+    pair.run(pair.over)
+    ours, theirs = pair.prefill.memory[0][Kind.PAGE], pair.decode.memory[0][Kind.PAGE]
+    for page in (16, 18):
+        assert (theirs[page : page + 2] == ours[0:2]).all()
+    assert not pair.prefill.ports[0]._prepared._found

@@ -159,10 +159,14 @@ class Writing(Half):
     def __init__(self, ends_at: int) -> None:
         super().__init__()
         self.ends_at, self.looks, self.port = ends_at, 0, self
+        self.prepared: list[tuple[int, int]] = []
 
     def open(self, room: int, num_tokens: int, **_: Any) -> None: ...
 
     def computed(self, *_: Any, **__: Any) -> None: ...
+
+    def prepare(self, room: int, start: int, stop: int, **_: Any) -> None:
+        self.prepared.append((start, stop))
 
     def moving(self) -> bool:
         return self.looks < self.ends_at
@@ -187,19 +191,38 @@ def test_a_step_that_ends_a_prompt_looks_for_the_end_of_its_write(
     ends_at: int, see_off_s: float, step_tokens: int, looks: int
 ) -> None:
     """Its note leaves when that is seen; the loop's next look is half a millisecond later."""
-    cache = Cache(num_pages=16, page_tokens=4)
-    scheduler = Scheduler(cache, Limits(max_len=40, max_seqs=1, step_tokens=step_tokens))
-    sender = Writing(ends_at)
-    transfers = Transfers(
-        sender, Half(), ports=sender, scheduler=scheduler, deadline_s=9.0, clock=sender.clock
-    )  # type: ignore[arg-type]
+    transfers, scheduler, sender = leaving(step_tokens, ends_at)
     transfers.see_off_s = see_off_s
-    room = Room(1, "127.0.0.1", 1)
-    req = Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=1), half="prefill", room=room)
-    transfers.start(req, 0.0)
-    scheduler.add(req, 0.0)
     step = scheduler.plan(0.0)
     sampled = {c.rid: Sampled((5,)) for c in step.chunks if c.sample}
     scheduler.apply(StepResult(step.index, sampled))
     transfers.computed(step, StepResult(step.index, sampled), 0.0)
     assert sender.looks == looks
+
+
+def test_the_chunk_that_ends_a_prompt_is_prepared_while_it_is_computed() -> None:
+    transfers, scheduler, sender = leaving(step_tokens=2, ends_at=0)
+    for wanted in ([], [(2, 3)]):
+        step = scheduler.plan(0.0)
+        transfers.expect(step)
+        assert sender.prepared == []  # not before the launch: it would wait
+        for _ in range(3):
+            transfers.progress()
+        assert sender.prepared == wanted
+        sampled = {c.rid: Sampled((5,)) for c in step.chunks if c.sample}
+        scheduler.apply(StepResult(step.index, sampled))
+
+
+def leaving(step_tokens: int, ends_at: int) -> tuple[Transfers, Scheduler, Writing]:
+    """A prefill half of three tokens, in steps of so many."""
+    cache = Cache(num_pages=16, page_tokens=4)
+    scheduler = Scheduler(cache, Limits(max_len=40, max_seqs=1, step_tokens=step_tokens))
+    sender = Writing(ends_at)
+    transfers = Transfers(
+        sender, Writing(0), ports=sender, scheduler=scheduler, deadline_s=9.0, clock=sender.clock
+    )  # type: ignore[arg-type]
+    room = Room(1, "127.0.0.1", 1)
+    req = Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=1), half="prefill", room=room)
+    transfers.start(req, 0.0)
+    scheduler.add(req, 0.0)
+    return transfers, scheduler, sender

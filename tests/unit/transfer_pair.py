@@ -52,6 +52,7 @@ class ListTransport:
         self.notes: list[Noted] = []
         self.peers: set[str] = set()
         self.count = 0
+        self.prepared: list[Copies] = []
         network.ends[agent] = self
 
     def allocate(self, nbytes: int) -> Any:
@@ -63,6 +64,9 @@ class ListTransport:
     def connect(self, card: Card) -> str:
         self.peers.add(card.agent_name)
         return card.agent_name
+
+    def prepare(self, peer: str, copies: Copies) -> None:
+        self.prepared.append(copies)
 
     def write(self, peer: str, copies: Copies, note: bytes) -> int:
         if peer not in self.peers:
