@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -124,11 +124,7 @@ class Leaving:
             "seconds": seconds,
             "gb_per_s": self.bytes / seconds / 1e9 if seconds else 0.0,
             "chunks": [
-                {
-                    k: v
-                    for k, v in asdict(c).items()
-                    if k in ("start", "stop", "computed", "posted", "written")
-                }
+                {k: getattr(c, k) for k in ("start", "stop", "computed", "posted", "written")}
                 for c in self.chunks
             ],
         }
