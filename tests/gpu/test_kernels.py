@@ -423,7 +423,8 @@ def test_rows_are_packed_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "width", "q_lens", "kv_lens"), [
-    (4, 512, (1, 9, 500), (8, 9, 613)), (4, 128, (4,), (4,)), (128, 512, (130, 300, 1), (131, 900, 256))])  # fmt: skip
+    (4, 512, (1, 9, 500), (8, 9, 613)), (4, 128, (4,), (4,)), (4, 512, (8187, 5), (8187, 2050)),
+    (4, 128, (2048,), (8192,)), (128, 512, (130, 300, 1), (131, 900, 256))])  # fmt: skip
 def test_windows_are_pooled(
     ratio: int, width: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
 ) -> None:
@@ -431,7 +432,7 @@ def test_windows_are_pooled(
     from splitserve.ops.triton import v4
 
     n = len(q_lens)
-    pages = torch.randperm(60)[: 20 * n].view(n, 20)
+    pages = torch.randperm(200)[: 64 * n].view(n, 64)
     plan = ref4.plan_windows(
         q_lens, kv_lens, ratio=ratio, slots=torch.arange(n), pages=pages, page_tokens=128
     )

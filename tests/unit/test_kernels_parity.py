@@ -802,10 +802,14 @@ def test_rows_are_taken_and_written(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "q_lens", "kv_lens"), [(4, (1, 9, 5), (8, 9, 13)), (128, (130, 3), (131, 129))]
+    ("ratio", "width", "q_lens", "kv_lens"),
+    [(4, 40, (1, 9, 5), (8, 9, 13)), (4, 260, (1, 2), (4, 20)), (128, 40, (130, 3), (131, 129))],
 )
-def test_windows_are_pooled(ratio: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
-    width, halves = 40, 4 if ratio == 4 else 2
+def test_windows_are_pooled(
+    ratio: int, width: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
+) -> None:
+    """First windows, and those of which the slot holds some or all."""
+    halves = 4 if ratio == 4 else 2
     slots, pages = torch.arange(len(q_lens)), torch.randperm(20)[: 4 * len(q_lens)].view(len(q_lens), 4)
     plan = ref4.plan_windows(q_lens, kv_lens, ratio=ratio, slots=slots, pages=pages, page_tokens=128)
     fresh, pending = torch.randn(sum(q_lens), halves * width), torch.randn(4, ratio, 2 * width)
