@@ -339,7 +339,7 @@ def test_overlapped_kernels_read_what_was_written(tokens: int) -> None:
 # ------------------------------------------------------------------ streams, norms, rows
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 1000, 4096, 5000])
 def test_hyper_connections(tokens: int) -> None:
     from splitserve.ops.ref import v4 as ref4
     from splitserve.ops.triton import v4
@@ -357,6 +357,9 @@ def test_hyper_connections(tokens: int) -> None:
     want = ref4.hc_post(y.float(), streams.float(), post, comb)
     check(lambda: v4.hc_enter(streams, fn, base, scale, **how), x, BF16, lambda r: r[0])
     check(lambda: v4.hc_enter(streams, fn, base, scale, **how)[1](y, None), want, BF16)
+    norm = torch.rand(4096)
+    want = ref4.rms_norm(x, norm, 1e-6)
+    check(lambda: v4.hc_enter(streams, fn, base, scale, norm=norm, **how), want, BF16, lambda r: r[0])
     how.pop("iters")
     want = ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)
     check(lambda: v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how), want, BF16)

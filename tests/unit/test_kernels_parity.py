@@ -32,7 +32,15 @@ from splitserve.ops.triton import dense, grouping, multiply, rounding, scaled, v
 from splitserve.ops.triton.parts import Parts
 from splitserve.ops.triton.routing import add_up
 from splitserve.ops.triton.v4 import experts as v4_experts
-from splitserve.ops.triton.v4 import indexer, quant, sparse, sparse_few, sparse_many, sparse_scratch
+from splitserve.ops.triton.v4 import (
+    hyper_many,
+    indexer,
+    quant,
+    sparse,
+    sparse_few,
+    sparse_many,
+    sparse_scratch,
+)
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 BF16 = 0.009  # two results rounded to bf16, by cutting off
@@ -445,6 +453,31 @@ def test_hyper_connections(tokens: int) -> None:
     how.pop("iters")
     assert error(v4.hc_head(streams, fn[:4], base[:4], scale[:1], **how),
                  ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)) < BF16  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "size", "splits"), first_of((70, 80, 2), (133, 1056, 4), (65, 32, 1)))
+def test_hyper_connections_of_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, size: int, splits: int
+) -> None:
+    """Parts of which the last one is shorter, and blocks whose last one has few tokens; not where columns are left over."""
+    config = {"BT": 32, "BK": 64, "FILL": 1, "MOST": splits, "num_warps": 4, "num_stages": 3}
+    monkeypatch.setattr(
+        hyper_many, "tuned", lambda k, *_: dict(config) if k == "hc_mix_many" else {"MANY": True}
+    )
+    streams, fn = torch.randn(tokens, 4, size).bfloat16(), torch.randn(24, 4 * size) / 20
+    base, scale, norm = torch.randn(24) / 2, torch.rand(3) + 0.5, torch.rand(size)
+    how = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    got, want = (k.hc_pre(streams, fn, base, scale, **how) for k in (v4, ref4))
+    assert "hc_mix_many" in STARTED
+    for found, wanted, most in zip(got, want, (BF16, EXACT, EXACT), strict=True):
+        assert error(found, wanted) < most
+    entered, leave = v4.hc_enter(streams, fn, base, scale, norm=norm, **how)
+    assert error(entered, ref4.rms_norm(want[0], norm, 1e-6)) < BF16
+    y = torch.randn(tokens, size).bfloat16()
+    assert error(leave(y, None), ref4.hc_post(y, streams, *want[1:])) < BF16
+    assert not hyper_many.serves(streams[..., :24])
+    with pytest.raises(ValueError, match="3 residual streams"):
+        v4.hc_pre(streams[:, :3], fn, base, scale, **how)
 
 
 @dataclass

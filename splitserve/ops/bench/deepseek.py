@@ -216,7 +216,8 @@ def streams(tokens: int) -> Iterator[Case]:
     old = [numbers(tokens, 4, HIDDEN) for _ in range(count)]
     fns = [torch.randn(24, 4 * HIDDEN, device="cuda") / 128 for _ in range(count)]
     base, scale = torch.randn(24, device="cuda"), torch.rand(3, device="cuda")
-    how: dict[str, Any] = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    norm = torch.rand(HIDDEN, device="cuda")  # layers have x normed in the same kernel
+    how: dict[str, Any] = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6, "norm": norm}
     yield Case(
         "hc_pre",
         f"[{tokens}, 4, {HIDDEN}]",

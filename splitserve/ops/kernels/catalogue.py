@@ -47,8 +47,8 @@ from .meta import BF16, DIM, F32, HEADS, HIDDEN, I32, I64, LATENT, ROPE, U8, met
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, matrix_lanes, matrix_many, moves, norms, routing,
-    sampling, v4.compress, v4.experts, v4.hyper, v4.indexer, v4.rating, v4.rows, v4.singles, v4.sinkhorn, v4.sparse,
-    v4.sparse_few, v4.sparse_many, v4.sparse_scratch,
+    sampling, v4.compress, v4.experts, v4.hyper, v4.hyper_many, v4.indexer, v4.rating, v4.rows, v4.singles,
+    v4.sinkhorn, v4.sparse, v4.sparse_few, v4.sparse_many, v4.sparse_scratch,
 )  # fmt: skip
 """The modules that define kernels."""
 
@@ -187,6 +187,7 @@ def _v4_cases() -> Iterator[Case]:
         meta(2, 6, dtype=I32), local=range(256), limit=10.0))  # fmt: skip
     yield Case("clamped_swiglu", lambda _: v4.clamped_swiglu(meta(2, 4096), 10.0))
     yield Case("hyper", _each("hc_mix", _hyper))
+    yield Case("hyper_many", _hyper_many)
     for tokens in (4, 64, 512):  # split far, in one or two parts, and whole
         yield Case(f"attend_{tokens}", partial(_attend, tokens, (LATENT, U8)))
         yield Case(f"attend_plain_{tokens}", partial(_attend, tokens, (DIM, torch.bfloat16)))
@@ -234,6 +235,14 @@ def _hyper(tokens: int) -> None:
             leave(y, _Ranks(ranks))
     head = meta(4, 4 * HIDDEN, dtype=F32), meta(4, dtype=F32), meta(1, dtype=F32)
     v4.hc_head(streams, *head, eps=eps, norm_eps=eps)
+
+
+def _hyper_many(_: int) -> None:
+    """Whether or not the architecture's table would choose that; in as many parts as any number of tokens takes."""
+    fn, base, scale = meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32), meta(3, dtype=F32)
+    for tokens in (4096, 8192, 16384):
+        v4.hyper_many.pre_many(meta(tokens, 4, HIDDEN), fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6,
+                               norm=meta(HIDDEN, dtype=F32))  # fmt: skip
 
 
 def _attend(tokens: int, row: tuple[int, torch.dtype], _: int) -> None:

@@ -6,8 +6,9 @@
 
 Sinkhorn's rounds follow one another and take longer than all else, and nobody needs what comes of them before a
 sub-layer has ended. With few tokens every program of `expand` runs them for itself, while it waits for the sub-layer;
-of many they are a kernel (sinkhorn.py). `expand` also adds up what the ranks of a group found, where they can write to
-each other's memory (exchange.py): then a sum between ranks is no kernel of its own.
+of many they are a kernel (sinkhorn.py), and of still more all but `expand` goes another way (hyper_many.py). `expand`
+also adds up what the ranks of a group found, where they can write to each other's memory (exchange.py): then a sum
+between ranks is no kernel of its own.
 
 fn is float32. Its products are exact: it is taken apart into three bf16 numbers, and streams are bf16 already.
 """
@@ -23,15 +24,16 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.counts import cdiv, next_power_of_2
-from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
+from splitserve.ops.kernels.launch import arch_of, interpreted, launch
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.exchange import Mailbox, add_ranks
 from splitserve.ops.triton.overlap import follow
 from splitserve.ops.triton.parts import FEW, MOST, Parts
 
+from . import hyper_many
+from .hyper_many import STREAMS
 from .sinkhorn import column, hc_gates, mixture, root_of
 
-STREAMS = 4
 COLUMNS = 512  # of a program that collapses: one warp, so that its sums over four streams stay in it
 
 
@@ -193,10 +195,15 @@ def hc_pre(
     iters: int,
     eps: float,
     norm_eps: float,
+    norm: torch.Tensor | None = None,  # [D] float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of ref.v4.hc_pre: (x [T, D], post [T, n], comb [T, n, n])."""
+    """Twin of ref.v4.hc_pre: (x [T, D], post [T, n], comb [T, n, n]); x goes through rms_norm where there is `norm`."""
+    if hyper_many.serves(streams):
+        return hyper_many.pre_many(
+            streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps, norm=norm
+        )
     mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
-    return _collapse(streams, mixing), *_gates(streams, mixing)
+    return _collapse(streams, mixing, norm=norm), *_gates(streams, mixing)
 
 
 def hc_head(
@@ -227,11 +234,10 @@ def hc_enter(
     group's ranks (None: there are no others). With few tokens the mixture is worked out there, and the sum is part of
     the same kernel where the group has a mailbox for it.
     """
-    mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
-    x = _collapse(streams, mixing, norm=norm)
     if streams.shape[0] > FEW:
-        post, comb = _gates(streams, mixing)
+        x, post, comb = hc_pre(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps, norm=norm)
         return x, lambda y, group: hc_post(group.all_reduce(y) if group else y, streams, post, comb)
+    mixing = _Mixing(_mix(streams, fn), base, scale, iters, eps, norm_eps)
 
     def leave(y: torch.Tensor | Parts, group: Group | None) -> torch.Tensor:
         mailbox = group.mailbox(y) if group else None
@@ -239,7 +245,7 @@ def hc_enter(
             y = group.all_reduce(y.total() if isinstance(y, Parts) else y)
         return _expand(y, streams, mixing.parts, mixing.parts, mixing, mailbox)
 
-    return x, leave
+    return _collapse(streams, mixing, norm=norm), leave
 
 
 class Group(Protocol):
@@ -270,10 +276,7 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     if n != STREAMS:
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
-    blocks = cdiv(tokens, config["BT"])
-    wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
-    splits = max(1, min(wanted, n * size // config["BK"], config.pop("MOST")))
-    splits = 1 << (splits.bit_length() - 1)
+    blocks, splits = hyper_many.spread(streams, config)
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(
         hc_mix, (blocks, splits), streams.contiguous(), fn, parts, tokens, n * size,

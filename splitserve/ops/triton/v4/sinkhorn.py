@@ -1,7 +1,7 @@
 """What mixes DeepSeek-V4's streams: gates, and a matrix whose columns and rows are divided by their sums in turn.
 
     of one token     inside the kernel that needs them (hyper.py): numbers of one program
-    of many tokens   a kernel by itself: hc_gates
+    of many tokens   a kernel by itself: hc_gates; of still more, beside the collapse (hyper_many.py): a thread a token
 
 A token's parts are sums over splits of what hc_mix found: [SPLITS, 32], `step` apart.
 """
@@ -132,6 +132,61 @@ def _put4(into, a, b, c, d, here):
     tl.store(into + 3, d, mask=here)
 
 
+@triton.jit
+def _put_comb(into, a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r, here, eps, ITERS: tl.constexpr):
+    """Four rows of four after their rounds, of many tokens."""
+    a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r = _rounds(
+        a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r, eps, ITERS
+    )  # fmt: skip
+    _put4(into, a, b, c, d, here)
+    _put4(into + 4, e, f, g, h, here)
+    _put4(into + 8, i, j, k, m, here)
+    _put4(into + 12, o, p, q, r, here)
+
+
+@triton.jit
+def added(at, step, SPLITS: tl.constexpr):
+    """The numbers `at`, over splits."""
+    x = tl.load(at)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(at + split * step)
+    return x
+
+
+@triton.jit
+def _mixes_of_threads(at, step, base, root, eps, SPLITS: tl.constexpr):
+    """_softmax4 of many tokens, each one's numbers in one thread."""
+    a = added(at, step, SPLITS) * root + tl.load(base)
+    b = added(at + 1, step, SPLITS) * root + tl.load(base + 1)
+    c = added(at + 2, step, SPLITS) * root + tl.load(base + 2)
+    d = added(at + 3, step, SPLITS) * root + tl.load(base + 3)
+    return _soft(a, b, c, d, eps)
+
+
+@triton.jit
+def gates_of_threads(
+    parts, base, scale, post, comb,  # as for hc_gates
+    token,  # [threads]
+    num_tokens, size, eps, norm_eps,
+    ITERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """As hc_gates, for four streams."""
+    here, step = token < num_tokens, num_tokens * 32
+    at = parts + tl.minimum(token, num_tokens - 1) * 32
+    root = 1.0 / tl.sqrt(added(at + 24, step, SPLITS) / size + norm_eps)
+    gates = root * tl.load(scale + 1)
+    for n in tl.static_range(4):
+        gate = added(at + 4 + n, step, SPLITS) * gates + tl.load(base + 4 + n)
+        tl.store(post + token * 4 + n, 2.0 / (1.0 + tl.exp(-gate)), mask=here)
+    root *= tl.load(scale + 2)
+    a, b, c, d = _mixes_of_threads(at + 8, step, base + 8, root, eps, SPLITS)
+    e, f, g, h = _mixes_of_threads(at + 12, step, base + 12, root, eps, SPLITS)
+    i, j, k, m = _mixes_of_threads(at + 16, step, base + 16, root, eps, SPLITS)
+    o, p, q, r = _mixes_of_threads(at + 20, step, base + 20, root, eps, SPLITS)
+    _put_comb(comb + token * 16, a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r, here, eps, ITERS)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def hc_gates(
     parts,  # [SPLITS, T, 32] float32
@@ -165,11 +220,4 @@ def hc_gates(
     e, f, g, h = _mixes(sums, column, 3 * N, base, root, eps)
     i, j, k, m = _mixes(sums, column, 4 * N, base, root, eps)
     o, p, q, r = _mixes(sums, column, 5 * N, base, root, eps)
-    a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r = _rounds(
-        a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r, eps, ITERS
-    )  # fmt: skip
-    into = comb + token * (N * N)
-    _put4(into, a, b, c, d, here)
-    _put4(into + N, e, f, g, h, here)
-    _put4(into + 2 * N, i, j, k, m, here)
-    _put4(into + 3 * N, o, p, q, r, here)
+    _put_comb(comb + token * (N * N), a, b, c, d, e, f, g, h, i, j, k, m, o, p, q, r, here, eps, ITERS)
