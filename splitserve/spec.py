@@ -30,10 +30,11 @@ PAGE_TOKENS = 64
 """Tokens in a page where neither the deployment nor the model says more."""
 
 ALIGN = 64
-"""Units, and the pieces inside a page, start at multiples of this many bytes: a cache line, enough for any vector load.
+"""The most that anything in a unit is aligned to, in bytes: a cache line, enough for any vector load.
 
-Fields inside a piece keep the alignment that their rows have anyway, gcd(row_bytes, ALIGN), and no more: padding
-between them would cut a handoff's one run into one per layer.
+Fields keep the alignment that their rows have anyway, gcd(row_bytes, ALIGN), and units, groups and pieces that of the
+most aligned field in them. No more: padding between fields would cut a handoff's one run into one per layer, and
+padding after them one for many pages into one for each.
 """
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -174,6 +175,7 @@ def _lay_out_page(
     specs: Sequence[StateSpec], page_tokens: int, rank: int, size: int
 ) -> tuple[list[Field], int]:
     fields, offset = [], 0
+    align = _alignment(specs)
     for group in _groups(specs, lambda s: (s.pieces,)):
         for piece in owned_pieces(group[0], rank, size):
             for spec in group:
@@ -181,7 +183,7 @@ def _lay_out_page(
                 offset = _aligned(offset, gcd(spec.row_bytes, ALIGN))
                 fields.append(Field(spec, piece, offset, spec.row_bytes, rows))
                 offset += rows * spec.row_bytes
-            offset = _aligned(offset)
+            offset = _aligned(offset, align)
     return fields, offset
 
 
@@ -286,6 +288,11 @@ def group_bytes(specs: Sequence[StateSpec], start: int, stop: int, *, size: int)
     """
     copies = {s.name: sum(len(owned_pieces(s, rank, size)) for rank in range(size)) for s in specs}
     return live_bytes(specs, start, stop, copies)
+
+
+def _alignment(specs: Iterable[StateSpec]) -> int:
+    """Bytes: that of the most aligned rows."""
+    return max((gcd(spec.row_bytes, ALIGN) for spec in specs), default=ALIGN)
 
 
 def _aligned(n: int, to: int = ALIGN) -> int:
