@@ -90,18 +90,48 @@ def _handoff(console: Console, found: Mapping[str, Any]) -> None:
         good = [r for r in records if r["sent"]["ok"] and r["received"]["ok"]]
         rates = [rate_of(r["sent"]) for r in good]
         if not good:
-            rows.append([length, "0", "-", "-", "-", "-"])
+            rows.append([length, "0", *("-" * 5)])
             continue
         spread = f"{statistics.median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})"
         sent = good[-1]["sent"]
         lanes = ", ".join(sorted({lane.split("/")[0] for r in good for lane in r["sent"]["lanes"]}))
         rows.append(
-            [length, str(len(good)), f"{sent['bytes'] / 1e6:.2f}", str(sent["descriptors"]), spread, lanes]
+            [
+                length,
+                str(len(good)),
+                f"{sent['bytes'] / 1e6:.2f}",
+                str(sent["descriptors"]),
+                spread,
+                _ends(good),
+                lanes,
+            ]
         )
-    head = ["tokens", "handoffs", "MB, all ranks", "descriptors", "GB/s, median (min-max)", "lane"]
+    head = [
+        "tokens",
+        "handoffs",
+        "MB, all ranks",
+        "descriptors",
+        "GB/s, median (min-max)",
+        "ms to the end",
+        "lane",
+    ]
     _table(
-        console, "handoffs of lone prompts: bytes over the time in which a write was under way", head, rows
+        console,
+        "handoffs of lone prompts: bytes over the time in which they moved; from the last row to their end",
+        head,
+        rows,
     )
+
+
+def _ends(records: Sequence[Mapping[str, Any]]) -> str:
+    """Milliseconds from the turn in which the last chunk was computed to the one in which all of it was there."""
+    ends = [
+        1000 * (c["written"] - c["computed"])
+        for r in records
+        for c in r["sent"]["chunks"][-1:]
+        if c["written"]
+    ]
+    return f"{statistics.median(ends):.2f} ({min(ends):.2f}-{max(ends):.2f})" if ends else "-"
 
 
 def _busy(console: Console, found: Mapping[str, Any]) -> None:
@@ -126,9 +156,10 @@ def _gaps(bench: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def rate_of(sent: Mapping[str, Any]) -> float:
-    """GB/s of one handoff: its bytes over the time in which at least one chunk was being written."""
+    """GB/s of one handoff: its bytes over the time in which they moved; in older records, over turns of the loop."""
     spans = [(c["posted"], c["written"]) for c in sent["chunks"] if c["posted"] and c["written"]]
-    seconds = covered(spans)
+    turns, moving = covered(spans), sum(c.get("moving", 0.0) for c in sent["chunks"])
+    seconds = min(turns, moving) or max(turns, moving)  # chunks under way at once count once
     return sent["bytes"] / seconds / 1e9 if seconds else 0.0
 
 

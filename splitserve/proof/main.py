@@ -170,15 +170,13 @@ class Proof:
         there = next((r for r in sent if r["room"] == here["room"]), {})
         digests = here.get("digests", [])
         chunks = there.get("chunks", [])
-        posted = [c["posted"] for c in chunks if c["posted"]]
-        written = [c["written"] for c in chunks if c["written"]]
         return Crossing(
             num_bytes=int(here["bytes"]),
             expected_bytes=group_bytes(self._specs, here["start"], len(question.tokens), size=self._tp),
             num_pages=int(there.get("pages", 0)),
             num_descriptors=int(there.get("descriptors", 0)),
             lane=", ".join(there.get("lanes", [])),
-            seconds=max(written) - min(posted) if posted and written else 0.0,
+            seconds=sum(c["moving"] for c in chunks),  # not the computing between two chunks
             sent_digest=_joined(d["prefill"] for d in digests),
             received_digest=_joined(d["decode"] for d in digests),
             digest_checked=bool(digests),

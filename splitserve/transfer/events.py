@@ -102,6 +102,7 @@ class WriteDone(msgspec.Struct, frozen=True, tag=True):
     bytes: int
     descriptors: int
     error: str = ""
+    seconds: float = 0.0  # by this rank's clock, from its first bytes posted until all were seen to be there
 
 
 class NoteIn(msgspec.Struct, frozen=True, tag=True):

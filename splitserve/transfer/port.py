@@ -18,6 +18,7 @@ Link (0, 0) is always noted: it carries the first token.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -286,6 +287,7 @@ class Port:
         if self._faults is not None and note is not None:
             copies, note = self._faults.damage(self.card, copies, note)
         raw = wire.encode(note) if note is not None else b""
+        posted.began = posted.began or time.monotonic()
         number = self._transport.write(peers.handles[card.tp_rank], copies, raw)
         self._writes[number] = (order.room, order.generation, order.chunk)
         posted.ids.add(number)
@@ -325,10 +327,8 @@ class Port:
         del self._posted[key]
         if posted.bytes and not posted.error:
             self._look_at_lanes(posted.order.engine)
-        room, generation, chunk = key
-        self._events.append(
-            WriteDone(self.rank, room, generation, chunk, posted.bytes, posted.descriptors, posted.error)
-        )
+        took = time.monotonic() - posted.began if posted.began else 0.0
+        self._events.append(WriteDone(self.rank, *key, posted.bytes, posted.descriptors, posted.error, took))
 
     # ------------------------------------------------------------------ notes in
 

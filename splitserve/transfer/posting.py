@@ -27,6 +27,7 @@ class Posted:
     bytes: int = 0
     descriptors: int = 0
     error: str = ""
+    began: float = 0.0  # when its first bytes were posted
 
 
 def first_row(order: WriteOrder) -> int:

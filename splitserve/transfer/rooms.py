@@ -46,6 +46,9 @@ class HeldChunk:
     computed: float
     posted: float = 0.0
     written: float = 0.0
+    moving: float = (
+        0.0  # seconds of its bytes alone, of the slowest rank; the times above are of turns of a loop
+    )
 
 
 def prompt_name(tokens: Sequence[int]) -> int:
@@ -124,7 +127,7 @@ class Leaving:
             "seconds": seconds,
             "gb_per_s": self.bytes / seconds / 1e9 if seconds else 0.0,
             "chunks": [
-                {k: getattr(c, k) for k in ("start", "stop", "computed", "posted", "written")}
+                {k: getattr(c, k) for k in ("start", "stop", "computed", "posted", "written", "moving")}
                 for c in self.chunks
             ],
         }

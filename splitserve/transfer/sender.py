@@ -256,7 +256,8 @@ class Sender:
         elif done.generation == entry.table.generation:
             entry.bytes += done.bytes
             entry.descriptors += done.descriptors
-            entry.chunks[done.chunk].written = now
+            chunk = entry.chunks[done.chunk]
+            chunk.written, chunk.moving = now, max(chunk.moving, done.seconds)
         self._act(entry, entry.table.ended(done.generation, done.chunk, done.rank, error=error), now)
 
     def _fault(self, fault: PortFault) -> None:

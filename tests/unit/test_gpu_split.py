@@ -38,7 +38,7 @@ def test_prefill_and_decode_take_half_of_the_gpus_each(box: str, tp: int, num_gp
 
 
 def sent(*spans: tuple[float, float], num_bytes: int = 3_000_000_000) -> dict[str, Any]:
-    chunks = [{"posted": a, "written": b} for a, b in spans]
+    chunks = [{"computed": a, "posted": a, "written": b} for a, b in spans]
     return {"ok": True, "bytes": num_bytes, "descriptors": 4, "lanes": ["cuda_ipc/0"], "chunks": chunks}
 
 
@@ -47,6 +47,9 @@ def test_a_handoff_is_rated_by_the_time_in_which_it_moved() -> None:
     assert page.rate_of(sent((1.0, 2.0), (5.0, 5.5))) == pytest.approx(2.0)
     assert page.rate_of(sent((1.0, 2.0), (1.5, 2.5))) == pytest.approx(2.0)
     assert page.rate_of(sent((0.0, 0.0))) == 0.0
+    timed = sent((1.0, 2.0), (5.0, 5.5))
+    timed["chunks"] = [c | {"moving": 0.5} for c in timed["chunks"]]  # what the ports' own clocks say
+    assert page.rate_of(timed) == pytest.approx(3.0)
 
 
 def shown(stages: dict[str, Any]) -> str:
