@@ -455,12 +455,12 @@ def test_hyper_connections(tokens: int) -> None:
                  ref4.hc_head(streams, fn[:4], base[:4], scale[:1], **how)) < BF16  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "size", "splits"), first_of((70, 80, 2), (133, 1056, 4), (65, 32, 1)))
+@pytest.mark.parametrize(("tokens", "size", "splits"), first_of((70, 80, 3), (133, 1056, 4), (65, 32, 1)))
 def test_hyper_connections_of_many_tokens(
     monkeypatch: pytest.MonkeyPatch, tokens: int, size: int, splits: int
 ) -> None:
     """Parts of which the last one is shorter, and blocks whose last one has few tokens; not where columns are left over."""
-    config = {"BT": 32, "BK": 64, "FILL": 1, "MOST": splits, "num_warps": 4, "num_stages": 3}
+    config = {"BT": 32, "BK": 64, "MOST": splits, "num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(
         hyper_many, "tuned", lambda k, *_: dict(config) if k == "hc_mix_many" else {"MANY": True}
     )

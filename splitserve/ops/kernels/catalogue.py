@@ -240,7 +240,7 @@ def _hyper(tokens: int) -> None:
 def _hyper_many(_: int) -> None:
     """Whether or not the architecture's table would choose that; in as many parts as any number of tokens takes."""
     fn, base, scale = meta(24, 4 * HIDDEN, dtype=F32), meta(24, dtype=F32), meta(3, dtype=F32)
-    for tokens in (4096, 8192, 16384):
+    for tokens in (4096, 5000, 8192, 16384):
         v4.hyper_many.pre_many(meta(tokens, 4, HIDDEN), fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6,
                                norm=meta(HIDDEN, dtype=F32))  # fmt: skip
 

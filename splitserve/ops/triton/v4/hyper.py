@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from splitserve.ops.kernels.counts import cdiv, next_power_of_2
-from splitserve.ops.kernels.launch import arch_of, interpreted, launch
+from splitserve.ops.kernels.launch import arch_of, interpreted, launch, num_processors
 from splitserve.ops.kernels.tuned import tuned
 from splitserve.ops.triton.exchange import Mailbox, add_ranks
 from splitserve.ops.triton.overlap import follow
@@ -276,7 +276,10 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     if n != STREAMS:
         raise ValueError(f"{n} residual streams; {STREAMS} are served")
     config = tuned("hc_mix", arch_of(streams), tokens)
-    blocks, splits = hyper_many.spread(streams, config)
+    blocks = cdiv(tokens, config["BT"])
+    wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
+    splits = max(1, min(wanted, n * size // config["BK"], config.pop("MOST")))
+    splits = 1 << (splits.bit_length() - 1)
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=streams.device)
     launch(
         hc_mix, (blocks, splits), streams.contiguous(), fn, parts, tokens, n * size,

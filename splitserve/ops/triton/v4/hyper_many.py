@@ -9,8 +9,6 @@ Whether that is worth it the tables say: with few tokens, thirds and more progra
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -155,15 +153,6 @@ def serves(streams: torch.Tensor) -> bool:
     return n * size % int(tuned("hc_mix_many", arch, tokens)["BK"]) == 0
 
 
-def spread(streams: torch.Tensor, config: dict[str, Any]) -> tuple[int, int]:
-    """Blocks of tokens, and a power of two that each one's columns are split into; takes from `config` what it needs."""
-    tokens, n, size = streams.shape
-    blocks = cdiv(tokens, config["BT"])
-    wanted = config.pop("FILL") * num_processors(streams) // max(blocks, 1)
-    splits = max(1, min(wanted, n * size // config["BK"], config.pop("MOST")))
-    return blocks, 1 << (splits.bit_length() - 1)
-
-
 def pre_many(
     streams: torch.Tensor,  # [T, 4, D]
     fn: torch.Tensor,  # [24, 4 * D] float32
@@ -199,7 +188,8 @@ def _mix(streams: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     thirds = torch.empty(3 * ROWS, width, dtype=torch.bfloat16, device=streams.device)
     launch(hc_thirds, (cdiv(width, 64),), fn, thirds, width, M=fn.shape[0], BK=64, num_warps=4)
     config = tuned("hc_mix_many", arch_of(streams), tokens)
-    blocks, splits = spread(streams, config)
+    blocks, at_once = cdiv(tokens, config["BT"]), num_processors(streams)  # a program fills a multiprocessor
+    splits = min(range(1, config.pop("MOST") + 1), key=lambda s: cdiv(blocks * s, at_once) / s)
     parts = torch.empty(splits, tokens, ROWS, dtype=torch.float32, device=streams.device)
     launch(
         hc_mix_many, (blocks, splits), streams, thirds, parts, tokens, width,
