@@ -547,6 +547,43 @@ def test_index(*, packed: bool) -> None:
             assert all(len(set(r)) == len(r) for r in ([e for e in row if e >= 0] for row in a.tolist()))
 
 
+@pytest.mark.parametrize(("tokens", "entries"), [
+    (8192, 2048), (2048, 4096), (8192, 512), (513, 1000), (300, 4100), (64, 2048), (3, 4096), (2, 33_000), (8, 600)])  # fmt: skip
+def test_entries_are_chosen(tokens: int, entries: int) -> None:
+    """In their order, of equals the first; early tokens that see fewer than wanted; nothing beyond is looked at."""
+    from splitserve.ops.kernels.launch import listing
+    from splitserve.ops.ref import v4 as ref4
+    from splitserve.ops.triton import v4
+
+    token, entry = torch.arange(tokens), torch.arange(entries)
+    visible = ((token + 1) * entries) // tokens
+    visible[tokens // 3] = 0
+    scores = torch.randn(tokens, entries) * torch.logspace(-3, 3, tokens)[:, None]
+    scores[::3] = (scores[::3] * 3).round() + 0.0  # ties; no zeros below zero, which are less than zero here
+    scores[1] = 1.0
+    for seqs in (1, 2, None):
+        pages = torch.stack([torch.randperm(2000)[: math.ceil(entries / 64)] for _ in range(seqs or tokens)])
+        places = ref4.Places(pages, None if seqs is None else token * seqs // tokens, 64)
+        for count in (512, 40):
+            hidden = entry >= visible[:, None]
+            order = (
+                scores.masked_fill(hidden, -math.inf).sort(descending=True, stable=True).indices[:, :count]
+            )
+            unseen = torch.arange(order.shape[1]) >= visible[:, None]
+            want = order.masked_fill(unseen, entries).sort(-1).values
+            want = ref4.locate_entries(want.masked_fill(want == entries, -1), places)
+            with listing() as names:
+                for _ in range(2):
+                    poison()
+                    beyond = scores.masked_fill(hidden, math.nan)
+                    assert torch.equal(v4.choose_located(beyond, count, places, visible), want)
+            many = tokens >= 128 and entries <= 4096
+            assert set(names) == {"select_many" if many else "select_best"}
+    want = order.masked_fill(unseen, entries).sort(-1).values
+    got = v4.choose_entries(scores.masked_fill(hidden, -math.inf), 40)
+    assert torch.equal(got, want.masked_fill(want == entries, -1))
+
+
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(128, 32, 8), (64, 9, 3), (80, 16, 16)])
 @pytest.mark.parametrize("window", [0, 100])
 def test_paged_attention(dim: int, heads: int, kv_heads: int, window: int) -> None:

@@ -31,8 +31,8 @@ from splitserve.ops.ref.v4 import rows as ref_rows
 from splitserve.ops.triton import dense, grouping, multiply, rounding, scaled, v4
 from splitserve.ops.triton.parts import Parts
 from splitserve.ops.triton.routing import add_up
-from splitserve.ops.triton.v4 import experts as v4_experts
 from splitserve.ops.triton.v4 import (
+    choosing,
     hyper_many,
     indexer,
     quant,
@@ -41,6 +41,7 @@ from splitserve.ops.triton.v4 import (
     sparse_many,
     sparse_scratch,
 )
+from splitserve.ops.triton.v4 import experts as v4_experts
 from splitserve.spec import Growth, Kind, StateSpec, Units, lay_out
 
 BF16 = 0.009  # two results rounded to bf16, by cutting off
@@ -772,8 +773,11 @@ def test_index_scores_of_many_tokens(*, packed: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("entries", "count"), [(100, 8), (700, 64), (5, 8), (300, 300)])
-def test_choose_entries(entries: int, count: int) -> None:
+@pytest.mark.parametrize("many", [1, choosing.MANY])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_choose_entries(monkeypatch: pytest.MonkeyPatch, entries: int, count: int, many: int) -> None:
     """The same scores as topk's, each entry once; with ties and with fewer visible than wanted."""
+    monkeypatch.setattr(choosing, "MANY", many)
     scores = torch.randn(3, entries)
     scores[0, entries // 2 :] = -math.inf
     scores[:, :3] = 0.5
@@ -937,6 +941,50 @@ def test_nothing_beyond_what_is_visible_is_chosen_from() -> None:
     want = ref4.locate_entries(v4.choose_entries(scores, 40), places)
     scores[torch.arange(2000) >= seen[:, None]] = math.nan
     assert torch.equal(v4.choose_located(scores, 40, places, seen), want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # thresholds between -inf and a number
+@pytest.mark.parametrize(("entries", "count"), first_of((1100, 90), (140, 30), (2052, 33), (4096, 520)))
+def test_both_ways_choose_alike(monkeypatch: pytest.MonkeyPatch, entries: int, count: int) -> None:
+    """In the same order, of equals the first: ties, zeros of both signs, -inf, NaN, rows of equals, and nothing seen."""
+    scores = torch.randn(8, entries)
+    scores[1] = scores[1].round()
+    scores[2] = 1.0
+    scores[3, 1:] = -math.inf
+    scores[4, 3:8] = math.nan
+    scores[5, 5:], scores[5, 9] = -0.0, 0.0
+    scores[6] = (9 * scores[6]).exp()
+    scores[7, 1] = math.nan
+    seen = torch.tensor([entries, entries - 1, entries, count + 2, entries, entries - 3, count + 70, 0])
+    sequence = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+    places = ref4.Places(torch.randperm(3 * 129).view(3, 129), sequence, 32)
+    each = ref4.Places(torch.randperm(8 * 129).view(8, 129), None, 32)
+
+    def all_ways() -> list[torch.Tensor]:
+        located = [v4.choose_located(scores, count, p, s) for p, s in ((places, seen), (each, None))]
+        return [v4.choose_entries(scores, count), *located]
+
+    few = all_ways()
+    monkeypatch.setattr(choosing, "MANY", 1)
+    STARTED.discard("select_many")
+    many = all_ways()
+    assert "select_many" in STARTED
+    assert all(torch.equal(a, b) for a, b in zip(few, many, strict=True))
+    first = scores[0].topk(count).indices.sort().values
+    assert torch.equal(many[0][0], first)
+    assert torch.equal(many[0][2], torch.arange(count))
+    assert (many[1][7] == -1).all()
+
+
+def test_rows_of_any_width_are_chosen_from() -> None:
+    """Long rows are gone through in pieces; equals lie on both sides of a border between two."""
+    scores = torch.randn(3, 9001)
+    scores[1, 3000:6000] = 5.0
+    scores[2] = scores[2].round() + 0.0  # no zeros below zero: they are less than zero here
+    for entries in (2049, 9001):
+        some = scores[:, :entries].contiguous()
+        want = some.sort(descending=True, stable=True).indices[:, :1500].sort(-1).values
+        assert torch.equal(v4.choose_entries(some, 1500), want)
 
 
 def test_lengths_on_the_device() -> None:

@@ -329,12 +329,16 @@ def _indexing(tokens: int, context: int, sets: int) -> Iterator[Case]:
         CSA,
     )
     scores = [torch.randn(tokens, count, device="cuda") for _ in range(sets)]
+    of = None if decode else torch.zeros(tokens, dtype=torch.int64, device="cuda")
     yield Case(
         "choose entries",
         f"{TOPK} of {count}",
         tokens,
-        [lambda s=s: v4.choose_entries(s, TOPK) for s in scores],
-        tokens * (4.0 * count + 8 * TOPK),
+        [
+            lambda s=s, t=t: v4.choose_located(s, TOPK, Places(t, of, 64), visible)
+            for s, t in zip(scores, tables, strict=True)
+        ],
+        4.0 * pairs + 8 * tokens * TOPK,
         per_step=CSA,
     )
 

@@ -47,7 +47,7 @@ from .meta import BF16, DIM, F32, HEADS, HIDDEN, I32, I64, LATENT, ROPE, U8, met
 
 HOLDERS: tuple[ModuleType, ...] = (
     attention, dense, digest, grouping, matrix, matrix8, matrix_lanes, matrix_many, moves, norms, routing,
-    sampling, v4.compress, v4.experts, v4.hyper, v4.hyper_many, v4.indexer, v4.rating, v4.rows, v4.singles,
+    sampling, v4.choosing, v4.compress, v4.experts, v4.hyper, v4.hyper_many, v4.indexer, v4.rating, v4.rows, v4.singles,
     v4.sinkhorn, v4.sparse, v4.sparse_few, v4.sparse_many, v4.sparse_scratch,
 )  # fmt: skip
 """The modules that define kernels."""
@@ -277,11 +277,14 @@ def _index(tokens: int) -> None:
 
 
 def _choose(_: int) -> None:
-    pages, seen = meta(2, 32, dtype=I64), meta(2, dtype=I64)
-    v4.choose_entries(meta(2, 8192, dtype=F32), 512)
-    for entries in (2048, 8192):
-        for sequence in (None, meta(2, dtype=I64)):
-            v4.choose_located(meta(2, entries, dtype=F32), 512, Places(pages, sequence, 64), seen)
+    """Rows of any width are one form where tokens are few, and two where they are many."""
+    for tokens, widths in ((2, (2048,)), (v4.choosing.MANY, (2048, v4.choosing.LONGEST))):
+        pages, seen = meta(tokens, 128, dtype=I64), meta(tokens, dtype=I64)
+        for entries in widths:
+            scores = meta(tokens, entries, dtype=F32)
+            v4.choose_entries(scores, 512)
+            for sequence in (None, meta(tokens, dtype=I64)):
+                v4.choose_located(scores, 512, Places(pages, sequence, 64), seen)
 
 
 def _absorb(_: int) -> None:

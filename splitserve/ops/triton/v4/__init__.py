@@ -3,6 +3,7 @@
 Weights in codes are taken as `prepare` leaves them. Decoding rows is part of the kernels that read them.
 """
 
+from .choosing import choose_entries, choose_located
 from .compress import Saves, Windows, plan_saves, plan_windows, pool_windows
 from .dense import (
     Table,
@@ -17,7 +18,7 @@ from .dense import (
 )
 from .experts import clamped_swiglu, expert_ffn, fuses, mix_experts, mix_onto, route, route_by_token
 from .hyper import hc_enter, hc_head, hc_post, hc_pre
-from .indexer import choose_entries, choose_located, index_scores
+from .indexer import index_scores
 from .quant import linear, linear_rounded, prepare
 from .rows import encode_keys, encode_latents, take_rows, write_keys, write_latents, write_rows
 from .singles import absorb
