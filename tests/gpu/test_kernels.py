@@ -274,7 +274,7 @@ def test_codes_in_lanes_are_exact() -> None:
         assert torch.equal(got, ref4.dequantise(four, torch.float32)[expert].T)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 2048])
+@pytest.mark.parametrize("tokens", [1, 64, 333, 2048, 8192])
 def test_routing_and_grouping(tokens: int) -> None:
     from splitserve.ops.ref import v4 as ref4
     from splitserve.ops.triton import v4
@@ -292,14 +292,28 @@ def test_routing_and_grouping(tokens: int) -> None:
     )
     assert torch.equal(a[1], b[1])
     assert error(a[0], b[0]) < EXACT
-    for local in (range(256), range(64, 128)):
-        groups = group_pairs(got[1], local=local, block=16)
-        flat, seen = got[1].flatten().tolist(), []
-        for owner, rows in zip(groups.expert_of.tolist(), groups.rows_of.view(-1, 16).tolist(), strict=True):
-            used = [r for r in rows if r >= 0] if owner >= 0 else []
-            assert all(flat[r] - local.start == owner for r in used)
-            seen += used
-        assert sorted(seen) == [i for i, e in enumerate(flat) if e in local]
+    one, none = torch.full_like(got[1], 70), torch.full_like(got[1], 3)
+    for experts in (got[1], one, none):
+        for local in (range(256), range(64, 128)):
+            for block in (16, 64, 128):
+                poison()
+                groups = group_pairs(experts, local=local, block=block)
+                flat = experts.flatten().long()
+                here = (flat >= local.start) & (flat < local.stop)
+                counts = torch.bincount(flat[here] - local.start, minlength=len(local))
+                blocks = (counts + block - 1) // block
+                needed = int(blocks.sum())
+                owners = torch.arange(len(local)).repeat_interleave(blocks)
+                assert torch.equal(groups.expert_of[:needed].long(), owners)
+                assert (groups.expert_of[needed:] == -1).all()
+                first = (blocks.cumsum(0) - blocks)[owners] * block  # place of the owner's first pair
+                inside = (torch.arange(needed) * block)[:, None] + torch.arange(block) < (
+                    first + counts[owners]
+                )[:, None]
+                rows = groups.rows_of[: needed * block].view(needed, block)
+                assert torch.equal(rows >= 0, inside)
+                want = torch.where(here, flat, 256).sort(stable=True).indices[: int(here.sum())]
+                assert torch.equal(rows[inside].long(), want)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

@@ -230,16 +230,19 @@ def test_float32_products_of_bf16() -> None:
 def test_groups_hold_every_pair_once(
     monkeypatch: pytest.MonkeyPatch, tokens: int, held: range, few: int
 ) -> None:
-    """`few` 0 takes the way of many pairs."""
-    monkeypatch.setattr(grouping, "FEW", few)
+    """`few` 0 takes the way of many pairs, which are counted in chunks and looked through in spans."""
+    for name, size in (("FEW", few), ("CHUNK", 16), ("SPAN", 64)):
+        monkeypatch.setattr(grouping, name, size)
     experts = torch.rand(tokens, 16).argsort(-1)[:, :6]
+    experts[experts == 3] = 4  # nobody wants 3, and a token may want 4 twice
     groups = grouping.group_pairs(experts, local=held, block=16)
     flat, seen = experts.flatten().tolist(), []
     for owner, rows in zip(groups.expert_of.tolist(), groups.rows_of.view(-1, 16).tolist(), strict=True):
         used = [r for r in rows if r >= 0] if owner >= 0 else []
         assert all(flat[r] - held.start == owner for r in used)
+        assert rows[: len(used)] == used or owner < 0
         seen += used
-    assert sorted(seen) == [i for i, e in enumerate(flat) if e in held]
+    assert seen == sorted((i for i, e in enumerate(flat) if e in held), key=lambda i: (flat[i], i))
 
 
 @pytest.mark.parametrize("make", first_of(tiles, mxfp4))

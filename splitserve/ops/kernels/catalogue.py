@@ -19,6 +19,7 @@ import torch
 
 from splitserve.ops import triton as ops
 from splitserve.ops.kernels.archs import FIRST_FP8
+from splitserve.ops.kernels.counts import cdiv
 from splitserve.ops.kernels.tuned import sizes, tuned
 from splitserve.ops.ref.v4 import Gate, Places, Reach, Rows, Singles, Store
 from splitserve.ops.triton import (
@@ -310,9 +311,14 @@ def _route(_: int) -> None:
     )
 
 
-def _groups(_: int) -> None:
-    for tokens in (2, 21, 85, 170, 512):
-        grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=64)
+def _groups(arch: int) -> None:
+    """Few pairs have a form for each power of two, many one for each size of a block."""
+    for tokens in (2, 4, 8, 16, 32, 64, 128, 512):
+        usual = tuned("group_pairs", arch, cdiv(tokens * 6, 256))["BM"]
+        for block in sorted({usual, 64}):
+            grouping.group_pairs(meta(tokens, 6, dtype=I32), local=range(256), block=block)
+    for ranks in (2, 4, 8):
+        grouping.group_pairs(meta(512, 6, dtype=I32), local=range(256 // ranks), block=64)
 
 
 def _norms(_: int) -> None:

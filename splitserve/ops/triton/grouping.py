@@ -5,8 +5,8 @@
 
 The number of blocks is an upper bound, known without reading the device; places of blocks that are not needed hold
 anything. One token's pairs are blocks as they stand. Of a few pairs every program counts all and places some; many are
-counted in chunks, whose counts are added up by one program, and placed by as many. Order inside an expert is that of
-the pairs.
+counted in chunks, and placed by a program for each expert, which looks through all of them for its own. Order inside an
+expert is that of the pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from splitserve.ops.kernels.counts import cdiv, next_power_of_2
 from splitserve.ops.kernels.launch import launch
 from splitserve.ops.triton.overlap import follow
 
-CHUNK = 128  # pairs at once
+CHUNK = 1024  # pairs that a program counts, where they are many
+SPAN = 4096  # and those that an expert's program looks at together
 FEW = 1024  # pairs that each program counts by itself
 FEW_CHUNK = 16  # of these, those that it places
 
@@ -40,18 +41,6 @@ def _local(experts, pair, num_pairs, first, num_local):
     """Number of each pair's expert among those that are here, -1: elsewhere, or no pair."""
     expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
     return tl.where((pair < num_pairs) & (expert >= 0) & (expert < num_local), expert, -1)
-
-
-@triton.jit
-def _starts(counts, expert_of, num_blocks, EXPERTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr):
-    """First place of each expert; writes the blocks' experts."""
-    blocks = tl.cdiv(counts, BM)
-    stop = tl.cumsum(blocks, 0)
-    for span in range(tl.cdiv(num_blocks, SPAN)):
-        block = span * SPAN + tl.arange(0, SPAN)
-        owner = tl.sum((stop[None, :] <= block[:, None]).to(tl.int32), 1)
-        tl.store(expert_of + block, tl.where(owner < EXPERTS, owner, -1), mask=block < num_blocks)
-    return (stop - blocks) * BM
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first", "num_local", "num_blocks"])
@@ -105,48 +94,46 @@ def group_count(
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
-def group_add(
-    counts,  # [chunks, EXPERTS] int32: becomes the first place of each chunk's pairs of each expert
-    expert_of,
-    num_chunks, num_blocks,
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_local", "num_chunks", "num_blocks"])
+def group_each(
+    experts,  # [num_pairs] int
+    counts,  # [num_chunks, EXPERTS] int32, of group_count
+    rows_of, expert_of,
+    num_pairs, first, num_local, num_chunks, num_blocks,
     EXPERTS: tl.constexpr,
     BM: tl.constexpr,
-    SPAN: tl.constexpr,
     BC: tl.constexpr,  # chunks at once
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    # grid: [1]
+    # grid: [num_local]
     follow()
-    expert, some = tl.arange(0, EXPERTS)[None, :], tl.arange(0, BC)[:, None]
+    me, number = tl.program_id(0), tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, num_chunks, BC):
-        at = (first + some) * EXPERTS + expert
-        total += tl.sum(tl.load(counts + at, mask=first + some < num_chunks, other=0), 0)
-    base = _starts(total, expert_of, num_blocks, EXPERTS, BM, SPAN)
-    for first in range(0, num_chunks, BC):
-        at = (first + some) * EXPERTS + expert
-        count = tl.load(counts + at, mask=first + some < num_chunks, other=0)
-        tl.store(counts + at, base[None, :] + tl.cumsum(count, 0) - count, mask=first + some < num_chunks)
-        base += tl.sum(count, 0)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "first", "num_local"])
-def group_place(
-    experts,  # [num_pairs] int
-    bases,  # [chunks, EXPERTS] int32, of group_add
-    rows_of,  # filled with -1
-    num_pairs, first, num_local,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    # grid: [chunks]
-    follow()
-    at = tl.arange(0, CHUNK)
-    pair = tl.program_id(0) * CHUNK + at
-    expert = _local(experts, pair, num_pairs, first, num_local)
-    earlier = (expert[:, None] == expert[None, :]) & (at[None, :] < at[:, None])
-    base = tl.load(bases + tl.program_id(0) * EXPERTS + tl.maximum(expert, 0))
-    tl.store(rows_of + base + tl.sum(earlier.to(tl.int32), 1), pair, mask=expert >= 0)
+    for start in range(0, num_chunks, BC):
+        some = start + tl.arange(0, BC)[:, None]
+        count = tl.load(counts + some * EXPERTS + number[None, :], mask=some < num_chunks, other=0)
+        total += tl.sum(count, 0)
+    before = tl.sum(tl.where(number < me, tl.cdiv(total, BM), 0), 0)  # blocks
+    mine = tl.sum(tl.where(number == me, total, 0), 0)
+    own = tl.cdiv(mine, BM)
+    i = tl.arange(0, 128)
+    for b in range(0, own, 128):
+        tl.store(expert_of + before + b + i, me + i * 0, mask=b + i < own)
+    if me == num_local - 1:
+        for b in range(before + own, num_blocks, 128):
+            tl.store(expert_of + b + i, i * 0 - 1, mask=b + i < num_blocks)
+    into = rows_of + before * BM
+    tail = mine + tl.arange(0, BM)
+    tl.store(into + tail, tail * 0 - 1, mask=tail < own * BM)
+    place = mine * 0
+    if mine > 0:
+        for start in range(0, num_pairs, SPAN):
+            pair = start + tl.arange(0, SPAN)
+            expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+            ours = (expert == me + first).to(tl.int32)
+            order = tl.cumsum(ours, 0)
+            tl.store(into + place + order - 1, pair, mask=ours > 0)
+            place += tl.sum(ours, 0)
 
 
 def group_pairs(
@@ -172,16 +159,24 @@ def group_pairs(
             num_warps=8 if 256 < pairs <= 512 else 4,  # with other numbers one Triton or another spills registers
         )  # fmt: skip
         return Groups(rows_of, expert_of, num_blocks, block)
-    rows_of.fill_(-1)
     chunks = cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, size, dtype=torch.int32, device=experts.device)
-    sizes = {"EXPERTS": size, "CHUNK": CHUNK}
-    launch(group_count, (chunks,), experts, counts, pairs, local.start, held, **sizes, num_warps=4)
     launch(
-        group_add, (1,), counts, expert_of, chunks, num_blocks,
-        EXPERTS=size, BM=block, SPAN=64, BC=32, num_warps=8,
+        group_count,
+        (chunks,),
+        experts,
+        counts,
+        pairs,
+        local.start,
+        held,
+        EXPERTS=size,
+        CHUNK=CHUNK,
+        num_warps=8,
+    )
+    launch(
+        group_each, (held,), experts, counts, rows_of, expert_of, pairs, local.start, held, chunks, num_blocks,
+        EXPERTS=size, BM=block, BC=16, SPAN=SPAN, num_warps=4,
     )  # fmt: skip
-    launch(group_place, (chunks,), experts, counts, rows_of, pairs, local.start, held, **sizes, num_warps=4)
     return Groups(rows_of, expert_of, num_blocks, block)
 
 
