@@ -137,14 +137,17 @@ def fabric(measured: Fabric, verdict: Verdict) -> list[str]:
     lines.append(f"direction: {verdict.direction}, {verdict.why}")
     pairs = ", ".join(f"{source} to {target}" for target, source in sorted(verdict.pairing.items()))
     lines.append(f"pairing of ranks with the best slowest link: {pairs}")
-    for finding in verdict.findings:
-        lines += [f"FAIL  {finding.kind}: {finding.text}", f"      fix: {finding.fix}"]
+    for word, findings in (("FAIL", verdict.findings), ("warn", verdict.warnings)):
+        for finding in findings:
+            lines += [f"{word}  {finding.kind}: {finding.text}", f"      fix: {finding.fix}"]
     return lines if verdict.findings else [*lines, "ok    no fallback, no halved link, no collapse"]
 
 
 def _matrix(measured: Fabric, direction: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     sizes = sorted({size for link in measured.links for size in link.sizes(direction)})
-    head = ("prefill", "decode", *(_size(n) for n in sizes), "all at once", "tcp", "copy", "lane of writes")
+    # The transport names the lane of its writes; that of reads is not known.
+    lane = ("lane",) if direction == PUT else ()
+    head = ("prefill", "decode", *(_size(n) for n in sizes), "all at once", "tcp", "copy", *lane)
     rows = [
         (
             _rank(measured.sources, link.source),
@@ -153,7 +156,7 @@ def _matrix(measured: Fabric, direction: str) -> tuple[tuple[str, ...], list[tup
             f"{link.shared(direction):.2f}" if link.shared(direction) else "-",
             f"{link.tcp:.2f}",
             f"{link.copy:.2f}",
-            link.lane.split("/")[0],
+            *((link.lane.split("/")[0],) if lane else ()),
         )
         for link in measured.links
     ]

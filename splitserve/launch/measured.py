@@ -25,7 +25,8 @@ from splitserve.launch.topology import Topology
 from splitserve.plan.fabric import HOST, Fabric, Verdict
 from splitserve.transfer.probed import probed_word
 
-FORMAT = 1
+FORMAT = 2
+"""1 called pairs fallbacks by their rate, whatever their lane."""
 
 
 @dataclass(frozen=True)

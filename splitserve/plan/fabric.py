@@ -27,7 +27,7 @@ COLLAPSE = 0.5
 """All pairs together against one alone: below it they stop each other (posted writes under one switch do that)."""
 
 LIKE_TCP = 1.3
-"""A link of one host that is hardly faster than a socket is a socket."""
+"""A link of one host that is hardly faster than a socket is one, unless its lane says otherwise: then it is slow."""
 
 WORTH_READING = 1.25
 """Reads must carry so many times what writes carry to be chosen: a read begins with a message to who reads."""
@@ -108,7 +108,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Finding:
-    kind: str  # fallback, halved, wrong_nic, collapse
+    kind: str  # fallback, halved, wrong_nic, collapse; slow, which is a warning
     text: str
     fix: str
 
@@ -119,6 +119,7 @@ class Verdict:
     pairing: dict[int, int] = field(default_factory=dict)  # target rank -> source rank
     direction: str = PUT
     why: str = ""
+    warnings: tuple[Finding, ...] = ()  # no faults: what is slower here than it could be
 
 
 def judge(fabric: Fabric) -> Verdict:
@@ -130,7 +131,7 @@ def judge(fabric: Fabric) -> Verdict:
         *_collapse(fabric.links),
     ]
     direction, why = choose_direction(fabric.links)
-    return Verdict(tuple(findings), pair_up(fabric.links, direction), direction, why)
+    return Verdict(tuple(findings), pair_up(fabric.links, direction), direction, why, tuple(_slow(fabric)))
 
 
 def choose_direction(links: Sequence[Link]) -> tuple[str, str]:
@@ -192,32 +193,64 @@ def _greedy(rate: dict[tuple[int, int], float], sources: list[int], targets: lis
 
 
 def _fallbacks(fabric: Fabric) -> list[Finding]:
+    """Pairs of one host that go over what they need not: told by the lane, and by the rate where it has no name."""
     if not fabric.same_host:
         return []
-    found = []
-    for link in fabric.links:
-        tcp, copy = link.tcp or fabric.tcp, link.copy or fabric.memcpy
-        slow = not copy or link.best < HALVED * copy
-        lane = _wrong_lane(fabric.memory, link.lane, slow=slow)
-        if lane or (tcp and link.best < LIKE_TCP * tcp and slow):
-            found.append(
-                Finding(
-                    "fallback",
-                    f"{fabric.name(link)}: {link.best:.2f} GB/s {lane or 'no faster than a socket'}; "
-                    f"tcp {tcp:.2f}, copy {copy:.2f}",
-                    _LANE_FIXES.get(fabric.memory, _LANE_FIXES[HOST]),
-                )
-            )
-    return found
+    return [
+        Finding(
+            "fallback",
+            f"{fabric.name(link)}: {link.best:.2f} GB/s {what}; {_beside(fabric, link)}",
+            _LANE_FIXES.get(fabric.memory, _LANE_FIXES[HOST]),
+        )
+        for link in fabric.links
+        if (what := _wrong_lane(fabric, link))
+    ]
 
 
-def _wrong_lane(memory: str, lane: str, *, slow: bool) -> str:
-    """What a lane's name gives away, "" for nothing. GPUs without peer access have no better one: only `slow` tells."""
-    if "tcp" in lane.lower():
-        return f"over {lane}"
-    if memory == GPU and slow and slow_lane("", lane):
-        return f"over {lane}, not over {PEER_MEMORY}"
+def _wrong_lane(fabric: Fabric, link: Link) -> str:
+    """What gives a pair away, "" for nothing. GPUs without peer access have no better lane: only a slow one tells."""
+    if "tcp" in link.lane.lower():
+        return f"over {link.lane}"
+    if fabric.memory == GPU and _below_copy(fabric, link) and slow_lane("", link.lane):
+        return f"over {link.lane}, not over {PEER_MEMORY}"
+    if not _known(link.lane) and _like_socket(fabric, link):
+        return "no faster than a socket"
     return ""
+
+
+def _slow(fabric: Fabric) -> list[Finding]:
+    """Pairs that go over what they should, and slowly: two ranks that share a core, a busy machine, a narrow link."""
+    return [
+        Finding(
+            "slow",
+            f"{fabric.name(link)}: {link.best:.2f} GB/s over {link.lane}, no fallback; {_beside(fabric, link)}",
+            "measure again with nothing else running; ranks that share a core are no faster than a socket",
+        )
+        for link in fabric.links
+        if fabric.same_host
+        and _known(link.lane)
+        and not _wrong_lane(fabric, link)
+        and _like_socket(fabric, link)
+    ]
+
+
+def _known(lane: str) -> bool:
+    return lane not in ("", "unknown")
+
+
+def _like_socket(fabric: Fabric, link: Link) -> bool:
+    """Hardly faster than a socket, and far below a plain copy: a slow machine's copies are no faster than sockets."""
+    tcp = link.tcp or fabric.tcp
+    return bool(tcp) and link.best < LIKE_TCP * tcp and _below_copy(fabric, link)
+
+
+def _below_copy(fabric: Fabric, link: Link) -> bool:
+    copy = link.copy or fabric.memcpy
+    return not copy or link.best < HALVED * copy
+
+
+def _beside(fabric: Fabric, link: Link) -> str:
+    return f"tcp {link.tcp or fabric.tcp:.2f}, copy {link.copy or fabric.memcpy:.2f}"
 
 
 def _halved(fabric: Fabric) -> list[Finding]:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve import cli
+from splitserve.cli import report
 from splitserve.config import TransferConfig
 from splitserve.errors import ConfigError
 from splitserve.launch import fabric as measuring
@@ -136,13 +137,27 @@ def test_no_order_of_seats_has_a_faster_slowest_rank(n: int, rng) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lane", "rate", "found"), [("tcp/lo", 9.0, True), ("rc_mlx5", 3.1, True), ("cma", 9.0, False)]
+    ("lane", "rate", "found"), [("tcp/lo", 9.0, True), ("unknown", 3.1, True), ("cma", 9.0, False)]
 )
 def test_a_silent_fallback_is_found_by_name_and_by_rate(lane: str, rate: float, found: bool) -> None:
     fabric = Fabric(links(square(1, rate), lane=lane), memcpy=12.0, tcp=3.0)
     assert ("fallback" in kinds(fabric)) is found
     across_hosts = Fabric(fabric.links, fabric.memcpy, fabric.tcp, same_host=False)
     assert "fallback" not in kinds(across_hosts)
+
+
+@pytest.mark.parametrize("lane", ["cma/memory", "posix/memory", "cuda_ipc/cuda", "rc_mlx5/mlx5_0:1"])
+def test_a_known_lane_that_is_no_socket_is_at_most_slow(lane: str) -> None:
+    """The rates of a healthy machine of two cores that other work kept busy."""
+    link = replace(links(square(1, 3.01), lane=lane)[0], get={SIZE: 3.0}, tcp=2.40, copy=5.77)
+    verdict = judge(Fabric((link,), memcpy=5.77, tcp=2.40))
+    assert not verdict.findings
+    assert [f.kind for f in verdict.warnings] == ["slow"]
+    told = report.fabric(Fabric((link,), memcpy=5.77, tcp=2.40), verdict)
+    assert any(line.startswith("warn  slow:") for line in told)
+    assert told[-1].startswith("ok ")
+    assert sum("lane" in line.split() for line in told) == 1  # it is known of writes only
+    assert not judge(Fabric((replace(link, alone={SIZE: 4.0}),), memcpy=5.77, tcp=2.40)).warnings
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms())
@@ -278,7 +293,7 @@ def test_ranks_on_gpus_are_measured_there_and_kept_by_their_gpus(
     ("lane", "best", "found"),
     [
         ("cuda_ipc/cuda", 300.0, False),
-        ("cuda_ipc/cuda", 0.4, True),
+        ("cuda_ipc/cuda", 0.4, False),  # slow, and no fallback
         ("cma/memory", 0.4, True),
         ("cma/memory", 15.0, False),  # no peer access: a plain copy is no faster
         ("unknown", 300.0, False),
