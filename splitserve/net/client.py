@@ -246,11 +246,12 @@ class Client:
 
 
 async def connect(pool: Pool) -> Upstream:
-    """`Pool.connect` with its OSErrors told as PeerLost."""
+    """`Pool.connect` with its OSErrors told as PeerLost, a refusal as Unreachable."""
     try:
         return await pool.connect()
     except OSError as e:
         reason = (
             "no answer to the connection attempt" if isinstance(e, TimeoutError) else (e.strerror or str(e))
         )
-        raise PeerLost(f"cannot connect to {pool.origin.authority}: {reason}") from None
+        lost = Unreachable if isinstance(e, ConnectionRefusedError) else PeerLost
+        raise lost(f"cannot connect to {pool.origin.authority}: {reason}") from None

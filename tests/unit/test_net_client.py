@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.errors import ConfigError, DeadlineExceeded, PeerLost
-from splitserve.net.client import MAX_QUEUED, Client
+from splitserve.net.client import MAX_QUEUED, Client, Unreachable
 from splitserve.net.http import Request, Responder, serve
 from splitserve.net.request import RawHeaders
 from splitserve.net.sse import DONE, SseParser, event
@@ -121,7 +121,7 @@ def test_a_second_answer_nobody_asked_for_is_not_the_next_answer() -> None:
 def test_nobody_listens() -> None:
     async def run() -> None:
         async with Client() as client:
-            with pytest.raises(PeerLost, match=r"cannot connect to 127.0.0.1:1: Connection refused"):
+            with pytest.raises(Unreachable, match=r"cannot connect to 127.0.0.1:1: Connection refused"):
                 await client.request("GET", "http://127.0.0.1:1/")
 
     go(run())
