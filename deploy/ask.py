@@ -1,35 +1,55 @@
 """Ask one question with the official OpenAI client, streaming: `python deploy/ask.py [URL [QUESTION]]`.
 
-Without a URL, the deployment that is up is asked.
+Without a URL, the deployment that is up is asked. Its API key, where it wants one, is found; another server's is given
+by --api-key-file FILE or in the environment, as SPLITSERVE_API_KEY.
 
 Exit code 1 if the answer to the default question does not name Paris.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 
-from openai import APIConnectionError, APIError, OpenAI
+from openai import APIConnectionError, APIError, AuthenticationError, OpenAI
 
-from splitserve.launch.stage import running_url
+from splitserve.errors import ConfigError
+from splitserve.launch.stage import running_key, running_url
+from splitserve.net.keys import ENVIRONMENT, given_key
 
 QUESTION = "What is the capital of France?"
 
 
 def main() -> int:
-    base_url = sys.argv[1] if len(sys.argv) > 1 else running_url("http://127.0.0.1:8000") + "/v1"
+    args = _parser().parse_args()
+    base_url = args.url or running_url("http://127.0.0.1:8000") + "/v1"
     try:
-        return ask(base_url)
+        return ask(base_url, args.question, given_key("", args.api_key_file) or running_key(base_url))
+    except ConfigError as e:
+        print(f"error: {e.message}\nfix: {e.fix}", file=sys.stderr)
+        return 2
+    except AuthenticationError as e:
+        print(f"error: {e.message}\nfix: --api-key-file FILE, or set {ENVIRONMENT}", file=sys.stderr)
+        return 1
     except APIConnectionError as e:
         fix = "splitserve status says what is up; splitserve up deploy/demo.toml --detach starts the demonstration"
         print(f"error: nothing answers at {base_url}: {e}\nfix: {fix}", file=sys.stderr)
         return 1
 
 
-def ask(base_url: str) -> int:
-    question = sys.argv[2] if len(sys.argv) > 2 else QUESTION
-    client = OpenAI(base_url=base_url, api_key="not needed")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ask.py", description="ask one question, streaming", allow_abbrev=False)
+    parser.add_argument("url", nargs="?", default="", help="with /v1; default: the deployment that is up")
+    parser.add_argument("question", nargs="?", default=QUESTION)
+    parser.add_argument(
+        "--api-key-file", default="", metavar="FILE", help="its first line that is no comment"
+    )
+    return parser
+
+
+def ask(base_url: str, question: str, key: str) -> int:
+    client = OpenAI(base_url=base_url, api_key=key or "not needed")
     model = client.models.list().data[0].id
     print(f"{model}: {question}")
     begun, first, answer, chunks = time.perf_counter(), 0.0, "", 0

@@ -25,6 +25,7 @@ from splitserve.launch.precheck import check_engines, check_models
 from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Move, Outcome, Supervisor
+from splitserve.net import keys
 from splitserve.ops.kernels.archs import kernel_path
 
 FOLLOW_PAUSE_S = 0.2
@@ -340,10 +341,8 @@ def _add_loads(state: dict[str, Any]) -> None:
 
 def first_key(path: str) -> str:
     """Of the router's API keys; "" where there are none or they are not ours to read."""
-    from splitserve.router.main import read_keys
-
     try:
-        return next(iter(read_keys(path)), b"").decode()
+        return keys.first_key(path)
     except ConfigError:
         return ""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from splitserve.errors import ConfigError
 from splitserve.launch import rundir
+from splitserve.net.keys import first_key
 
 PROGRAM = (sys.executable, "-m", "splitserve")
 
@@ -35,6 +36,32 @@ def state(name: str) -> dict[str, Any] | None:
     """What a running deployment's supervisor wrote of it: processes with role and url; None when it is not up."""
     where = rundir.RunDir(name)
     return where.read_state() if where.running() else None
+
+
+def api_key(found: Mapping[str, Any], role: str) -> str:
+    """The key that processes of `role` ask for in the deployment of this state; "" where they ask for none.
+
+    ConfigError where the key file cannot be read.
+    """
+    return first_key(found.get("api_key_file" if role == "router" else "engine_key_file", ""))
+
+
+def running_key(url: str) -> str:
+    """The key that whoever answers at `url` asks for, where that is a process of a deployment that is up; or "".
+
+    ConfigError where its key file cannot be read, or `url` is none.
+    """
+    from splitserve.net.upstream import split_url
+
+    def place(url: str) -> tuple[str, int]:
+        origin, _ = split_url(url)
+        return origin.host.replace("localhost", "127.0.0.1"), origin.port
+
+    for found in filter(None, map(state, rundir.names())):
+        for process in found["processes"]:
+            if process["url"] and place(process["url"]) == place(url):
+                return api_key(found, process["role"])
+    return ""
 
 
 async def up(file: str, name: str, closing: AsyncExitStack, *, sets: Sequence[str] = ()) -> dict[str, Any]:

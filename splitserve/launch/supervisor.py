@@ -159,7 +159,8 @@ class Supervisor:
             "why": self._lifecycle.why,
             "since": self._since,
             "url": self.url,
-            "api_key_file": os.path.abspath(keys) if (keys := self._deployment.router.api_key_file) else "",
+            "api_key_file": _absolute(self._deployment.router.api_key_file),
+            "engine_key_file": _absolute(self._deployment.server.api_key_file),
             "stop_within_s": self._deployment.config.drain_s + 2 * self._deployment.config.kill_after_s,
             "supervisor": asdict(own) if own else {},
             "processes": [self._process_state(name) for name in self._specs],
@@ -406,6 +407,11 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() and self._finished and not self._finished.done():
             self._finished.set_exception(task.exception() or RuntimeError())
+
+
+def _absolute(path: str) -> str:
+    """Of a file that settings name relative to here; "" where they name none."""
+    return os.path.abspath(path) if path else ""
 
 
 def _misbound(spec: ProcSpec, running: children.Running) -> list[str]:

@@ -99,10 +99,10 @@ class Proof:
     async def run(self) -> tuple[list[Case], list[Planted]]:
         async with AsyncExitStack() as closing:
             client = await closing.enter_async_context(Client())
-            urls = await stage(self._file, self._say, closing)
-            self._router = Side(client, urls.router, "the router")
-            self._prefill = Side(client, urls.prefill, "prefill")
-            self._decode = Side(client, urls.decode, "decode")
+            doors = await stage(self._file, self._say, closing)
+            self._router = Side(client, doors.router.url, "the router", api_key=doors.router.key)
+            self._prefill = Side(client, doors.prefill.url, "prefill", api_key=doors.prefill.key)
+            self._decode = Side(client, doors.decode.url, "decode", api_key=doors.decode.key)
             facts = {s.name: await s.facts() for s in (self._prefill, self._decode)}
             self._expect_faults_allowed(facts["prefill"])
             self._specs, self._tp = _specs(facts["decode"]), int(facts["decode"]["tp"])

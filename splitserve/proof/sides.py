@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from splitserve.errors import ConfigError, NotFound, SplitserveError
-from splitserve.net.client import Client
+from splitserve.net.client import Client, Unreachable
 from splitserve.proof.cases import TEXT, Question
 from splitserve.proof.judge import Answer
 
@@ -16,7 +16,11 @@ CALL_S = 30.0
 
 
 class Side:
-    """One HTTP server. Errors of the other side become an Answer's `error` or a raised ConfigError."""
+    """One HTTP server.
+
+    What goes wrong behind an answer (5xx, a connection lost meanwhile) is a finding: an Answer's `error`. A question
+    that could not be asked at all (4xx, nobody listens) proves nothing either way: ConfigError.
+    """
 
     def __init__(self, client: Client, url: str, name: str, *, api_key: str = "") -> None:
         self.url = url.rstrip("/")
@@ -27,7 +31,10 @@ class Side:
             self._headers.append(("authorization", f"Bearer {api_key}"))
 
     async def ask(self, question: Question) -> Answer:
-        """The answer of /generate, with logprobs and the two best tokens of every place."""
+        """The answer of /generate, with logprobs and the two best tokens of every place.
+
+        ConfigError where it could not be asked.
+        """
         body = {
             "input_ids": list(question.tokens),
             "sampling_params": {
@@ -41,8 +48,12 @@ class Side:
         }
         try:
             status, answer = await self._call("POST", "/generate", body, ANSWER_S)
+        except ConfigError:
+            raise
         except SplitserveError as e:
             return Answer(error=f"{e.code}: {e.message}")
+        if 400 <= status < 500:
+            raise self._refused("/generate", status, answer)
         if status != 200:
             return Answer(error=f"HTTP {status}: {_message(answer)}")
         return _read_answer(answer)
@@ -71,8 +82,7 @@ class Side:
         if status == 404:
             raise NotFound(f"{self.name} ({self.url}) has no {path}: is it a splitserve engine?")
         if status != 200:
-            fix = answer.get("error", {}).get("fix") if isinstance(answer, dict) else None
-            raise ConfigError(f"{self.name} answered {path} with {status}: {_message(answer)}", fix=fix)
+            raise self._refused(path, status, answer)
         if not isinstance(answer, dict):
             raise ConfigError(f"{self.name} answered {path} with {type(answer).__name__}, not an object")
         return answer
@@ -81,13 +91,28 @@ class Side:
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> tuple[int, Any]:
         raw = b"" if body is None else msgspec.json.encode(body)
-        response = await self._client.request(
-            method, self.url + path, body=raw, headers=self._headers, timeout_s=timeout_s
-        )
+        try:
+            response = await self._client.request(
+                method, self.url + path, body=raw, headers=self._headers, timeout_s=timeout_s
+            )
+        except Unreachable as e:
+            raise ConfigError(
+                f"{self.name} could not be asked: {e.message}", fix="splitserve status says what is up"
+            ) from None
         try:
             return response.status, msgspec.json.decode(response.body) if response.body else {}
         except msgspec.DecodeError:
             return response.status, {"error": {"message": response.body[:200].decode("utf-8", "replace")}}
+
+    def _refused(self, path: str, status: int, answer: Any) -> ConfigError:
+        told = answer.get("error") if isinstance(answer, dict) else None
+        fix = told.get("fix") if isinstance(told, dict) else None
+        if status == 401:
+            fix = "its key file has changed since it started, or another program listens there: restart it"
+        return ConfigError(
+            f"{self.name} ({self.url}) refused {path} with {status}: {_message(answer)}",
+            fix=fix or "splitserve status says what is up, splitserve logs what it did",
+        )
 
 
 def _read_answer(answer: Any) -> Answer:

@@ -15,7 +15,7 @@ from typing import Any
 
 from splitserve.errors import ConfigError
 from splitserve.launch.deployment import load
-from splitserve.launch.stage import PROGRAM, only_running, state, up
+from splitserve.launch.stage import PROGRAM, api_key, only_running, state, up
 
 Say = Callable[[str], None]
 
@@ -26,13 +26,21 @@ SAME_FIELDS = ("device", "dtype", "kv_dtype", "page_tokens", "step_tokens", "max
 
 
 @dataclass(frozen=True)
-class Urls:
-    router: str
-    prefill: str
-    decode: str
+class Door:
+    """Where a process is asked, and the API key that it wants; "" for none."""
+
+    url: str
+    key: str = ""
 
 
-async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
+@dataclass(frozen=True)
+class Doors:
+    router: Door
+    prefill: Door
+    decode: Door
+
+
+async def stage(file: str, say: Say, closing: AsyncExitStack) -> Doors:
     """The deployment of `file`, or the only one running. One that is not running is brought up, and down at the end."""
     name = (
         load(file).name
@@ -43,7 +51,7 @@ async def stage(file: str, say: Say, closing: AsyncExitStack) -> Urls:
     if found is None:
         say(f"{name} is not running: bringing up one for the proof")
         found = await up(file, f"verify-{os.getpid()}", closing, sets=("engine.allow_faults=true",))
-    return _urls(found)
+    return _doors(found)
 
 
 async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack, *, tp: int = 1) -> str:
@@ -84,7 +92,7 @@ def _gpus(facts: Mapping[str, Any], tp: int) -> tuple[list[str], dict[str, str]]
     return (["--gpus", ",".join(map(str, gpus[:tp]))] if tp <= len(gpus) else []), env
 
 
-def _urls(found: Mapping[str, Any]) -> Urls:
+def _doors(found: Mapping[str, Any]) -> Doors:
     by_role = {p["role"]: p["url"] for p in reversed(found["processes"])}
     missing = {"router", "prefill", "decode"} - set(by_role)
     if missing:
@@ -92,7 +100,7 @@ def _urls(found: Mapping[str, Any]) -> Urls:
             f"{found['name']} has no {' and no '.join(sorted(missing))}: there is no handoff to prove",
             fix="verify a deployment with [prefill] and [decode]",
         )
-    return Urls(by_role["router"], by_role["prefill"], by_role["decode"])
+    return Doors(*(Door(by_role[r], api_key(found, r)) for r in ("router", "prefill", "decode")))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -11,15 +11,14 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from splitserve import log
 from splitserve.config import RouterConfig
-from splitserve.errors import ConfigError
 from splitserve.net.client import Client
 from splitserve.net.http import HttpServer, serve
+from splitserve.net.keys import read_keys
 from splitserve.net.request import Limits
 
 from .app import RouterApp
@@ -145,17 +144,3 @@ def raise_file_limit() -> None:
     """As many open files as the system lets this process have: each request takes three sockets."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def read_keys(path: str) -> tuple[bytes, ...]:
-    """API keys, one a line; lines that begin with # are comments. ConfigError for an unreadable or empty file."""
-    if not path:
-        return ()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the API keys in {path}: {e}", field="api_key_file") from None
-    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"{path} holds no API key", field="api_key_file", fix="one key a line")
-    return keys

@@ -1,19 +1,19 @@
-"""API keys: read from a file, compared in constant time."""
+"""Who may call: API keys, compared in constant time."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from pathlib import Path
 
-from splitserve.errors import ConfigError, Unauthorized
+from splitserve.errors import Unauthorized
+from splitserve.net.keys import read_keys
 
 
 class Access:
     """Who may call. Without a key file: everybody."""
 
     def __init__(self, key_file: str) -> None:
-        self._keys = _read(key_file) if key_file else ()
+        self._keys = read_keys(key_file)
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise Unauthorized unless the Authorization header carries one of the keys."""
@@ -28,14 +28,3 @@ class Access:
                 "an API key is needed and was not given" if not raw else "this API key is not known",
                 fix="send it as `Authorization: Bearer KEY`",
             )
-
-
-def _read(key_file: str) -> tuple[bytes, ...]:
-    try:
-        lines = Path(key_file).read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise ConfigError(f"API key file {key_file}: {e.strerror}", field="api_key_file") from e
-    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"API key file {key_file} holds no key", field="api_key_file", fix="one key a line")
-    return keys

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from splitserve.launch import stage
 from splitserve.proof.stage import _gpus
 
 
@@ -25,3 +27,30 @@ def test_gpus(
     found, env = _gpus(facts, tp)
     assert found == flags
     assert env.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("http://localhost:8000/v1", "for-all"),
+        ("127.0.0.1:8000", "for-all"),
+        ("http://127.0.0.1:9001", "inner"),
+        ("http://127.0.0.1:8001", ""),  # not ours
+        ("http://another-host:8000", ""),
+    ],
+)
+def test_a_key_is_found_for_what_is_up_and_for_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, key: str
+) -> None:
+    (tmp_path / "keys").write_text("for-all\n")
+    (tmp_path / "inner").write_text("inner\n")
+    processes = [
+        {"role": "decode", "url": "http://127.0.0.1:9001"},
+        {"role": "prefill", "url": ""},  # not up yet
+        {"role": "router", "url": "http://127.0.0.1:8000"},
+    ]
+    found = {"processes": processes, "api_key_file": str(tmp_path / "keys")}
+    found["engine_key_file"] = str(tmp_path / "inner")
+    monkeypatch.setattr(stage.rundir, "names", lambda: ["starting", "d"])
+    monkeypatch.setattr(stage, "state", {"starting": None, "d": found}.get)
+    assert stage.running_key(url) == key

@@ -15,9 +15,10 @@ import pytest
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError, PortTaken
 from splitserve.net.client import ClientResponse
+from splitserve.net.keys import read_keys
 from splitserve.router.dialects.ours import read_load
 from splitserve.router.fleet import Endpoint, LoadSnapshot
-from splitserve.router.main import Router, read_keys
+from splitserve.router.main import Router
 from splitserve.types import Role
 from tests.fake_workers import FakeWorker, completes, error, silent, whole
 from tests.wire_http import Answer, Wire, ask, go, request, until
