@@ -16,6 +16,7 @@ from typing import Any
 
 from splitserve.numa import short_list
 from splitserve.plan.fabric import GET, HOST, PUT, Fabric, Verdict
+from splitserve.tables import columns
 
 Event = dict[str, Any]
 
@@ -130,7 +131,7 @@ def fabric(measured: Fabric, verdict: Verdict) -> list[str]:
     lines = []
     for direction, what in ((PUT, "writes (put)"), (GET, "reads (get)")):
         if any(link.sizes(direction) for link in measured.links):
-            lines += [f"GB/s of single {what}, by size", *_columns(*_matrix(measured, direction)), ""]
+            lines += [f"GB/s of single {what}, by size", *columns(*_matrix(measured, direction)), ""]
     copy = "a copy by one core" if measured.memory == HOST else "a plain copy between them"
     lines.append(f"{copy} {measured.memcpy:.2f} GB/s, a socket {measured.tcp:.2f} GB/s (medians)")
     lines.append(f"memory: {measured.memory}")
@@ -189,8 +190,8 @@ def table(state: dict[str, Any]) -> list[str]:
     ]
     hosts = [p.get("host", "")[:12] or "here" for p in state["processes"]]
     if set(hosts) == {"here"}:
-        return _columns(head, rows)
-    return _columns((*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)])
+        return columns(head, rows)
+    return columns((*head, "host"), [(*row, host) for row, host in zip(rows, hosts, strict=True)])
 
 
 def loads(state: dict[str, Any]) -> list[str]:
@@ -214,12 +215,4 @@ def loads(state: dict[str, Any]) -> list[str]:
             )
         )
     head = ("engine", "running", "waiting", "state used", "prompt tok/s", "output tok/s", "lane")
-    return [*_columns(head, rows), ""] if rows else []
-
-
-def _columns(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in [head, *rows]
-    ]
+    return [*columns(head, rows), ""] if rows else []

@@ -12,9 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 import splitserve
 from splitserve.bench import page
@@ -22,6 +20,7 @@ from splitserve.bench.metrics import Summary, percentile
 from splitserve.bench.report import to_json as summary_to_json
 from splitserve.compare.measure import Taken, merged
 from splitserve.plan.verdict import FIRST_TOKEN, GOODPUT, THROUGHPUT, TOKEN_GAPS, Gain, gain, judge
+from splitserve.tables import columns
 
 if TYPE_CHECKING:
     from splitserve.compare.main import Found, Study
@@ -117,12 +116,16 @@ def _gains(split: Sequence[Taken], rivals: dict[str, list[Taken]]) -> list[Gain]
     gains = []
     for name, (_, read, more) in FIGURES.items():
         own = [read(t.summary) for t in split]
-        others = [[read(t.summary) for t in rival] for rival in rivals.values()]
-        usable = [o for o in others if all(map(math.isfinite, o))]
-        if not usable or not all(map(math.isfinite, own)):
+        others = {rival: [read(t.summary) for t in taken] for rival, taken in rivals.items()}
+        medians = {
+            rival: percentile(values, 50)
+            for rival, values in others.items()
+            if all(map(math.isfinite, values))
+        }
+        if not medians or not all(map(math.isfinite, own)):
             continue
-        best = (max if more else min)(usable, key=lambda values: percentile(values, 50))
-        gains.append(gain(name, own, best, more_is_better=more))
+        best = (max if more else min)(medians, key=lambda rival: medians[rival])
+        gains.append(gain(name, own, others[best], more_is_better=more, rival=best))
     return gains
 
 
@@ -130,18 +133,27 @@ def to_json(found: dict[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
-HEAD = ("load", "arm", "chunk", "out tok/s", "a device", "TTFT p50", "TPOT p50", "ITL p99")
+TITLES = {
+    THROUGHPUT: "output tokens/s",
+    GOODPUT: "requests/s within limits",
+    FIRST_TOKEN: "TTFT p50, ms",
+    "TPOT p50": "TPOT p50, ms",
+    TOKEN_GAPS: "ITL p99, ms",
+}
+PER_DEVICE = "the same per core or GPU"
 
 
-def _rows(found: dict[str, Any]) -> list[list[str]]:
+def _table(found: dict[str, Any], load: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """One load: a row a figure, a column an arm; so it fits 80 columns, whatever the figures."""
+    arms = load["arms"]
     rows = []
-    for load in found["loads"]:
-        for name, arm in load["arms"].items():
-            figures = arm["figures"]
-            cells = [_spread(figures.get(f)) for f in (THROUGHPUT, FIRST_TOKEN, "TPOT p50", TOKEN_GAPS)]
-            chunk = str(found["arms"][name]["step_tokens"])
-            rows.append([load["load"], name, chunk, cells[0], f"{arm['per_device']:.4g}", *cells[1:]])
-    return rows
+    for name, title in TITLES.items():
+        if any(name in arm["figures"] for arm in arms.values()):
+            rows.append([title, *(_spread(arm["figures"].get(name)) for arm in arms.values())])
+        if name == THROUGHPUT:
+            rows.append([PER_DEVICE, *(_number(arm["per_device"]) for arm in arms.values())])
+    rows.append(["tokens a step", *(str(found["arms"][name]["step_tokens"]) for name in arms)])
+    return [f"{load['load']}, {load['num']} requests", *arms], rows
 
 
 def _spread(figure: dict[str, Any] | None) -> str:
@@ -149,23 +161,34 @@ def _spread(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return "-"
     half = (figure["high"] - figure["low"]) / 2
-    return f"{figure['median']:.4g} ±{half:.2g}" if half else f"{figure['median']:.4g}"
+    digits = _digits(figure["median"])
+    return f"{figure['median']:.{digits}f}" + (f" ±{half:.{digits}f}" if half else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.{_digits(value)}f}"
+
+
+def _digits(value: float) -> int:
+    """Decimals that leave about three figures."""
+    return 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:
-    """The table, then a verdict for each load."""
-    title = f"{found['file']}  {found['workload']}  {found['repeats']} repeat(s)"
-    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in HEAD:
-        drawn.add_column(heading, justify="left" if heading in ("load", "arm") else "right", no_wrap=True)
-    for row in _rows(found):
-        drawn.add_row(*row)
-    console.print(drawn)
+    """A table of each load, its verdict, and what the tables' words mean."""
+    console.print(f"{found['file']}  {found['workload']}  {found['repeats']} repeat(s)", highlight=False)
     for load in found["loads"]:
+        head, rows = _table(found, load)
+        lines = columns(head, rows, numbers=range(1, len(head)))
+        console.print("\n".join(["", *lines, ""]), highlight=False, markup=False, soft_wrap=True)
         for sentence in _sentences(load):
             console.print(sentence, highlight=False)
+    console.print(f"[dim]{_KEY}[/]", highlight=False)
     if found["num_failed"]:
         console.print(f"[red]{found['num_failed']} requests failed[/]")
+
+
+_KEY = "Medians ± half of the distance between lowest and highest run. Times: less is better."
 
 
 def _sentences(load: dict[str, Any]) -> list[str]:
@@ -178,7 +201,8 @@ def _sentences(load: dict[str, Any]) -> list[str]:
 def to_html(found: dict[str, Any]) -> str:
     """One page: verdicts, table, a plot of each figure, and how it was measured."""
     parts = [page.paragraph(s) for load in found["loads"] for s in _sentences(load)]
-    parts.append(page.table(HEAD, _rows(found)))
+    parts += [page.table(*_table(found, load)) for load in found["loads"]]
+    parts.append(page.paragraph(_KEY))
     for name, (unit, _, _) in FIGURES.items():
         groups = []
         for load in found["loads"]:

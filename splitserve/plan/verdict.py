@@ -108,15 +108,18 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Gain:
-    """One figure of the split over the best unified arm's: above 1 is better. `clear`: the runs do not overlap.
+    """One figure of the split beside that of `rival`, the best other arm in it.
 
-    One run each has no spread, so that nothing can be clear.
+    `ratio` is turned so that above 1 is better, whatever the figure; `plainly` says the quotient as it is. `clear`: the
+    runs do not overlap. One run each has no spread, so that nothing can be clear.
     """
 
     name: str
     ratio: float
     clear: bool
     num_runs: int = 2
+    rival: str = "the best other arm"
+    more_is_better: bool = True
 
     @property
     def better(self) -> bool:
@@ -125,6 +128,15 @@ class Gain:
     @property
     def worse(self) -> bool:
         return self.clear and self.ratio < 1
+
+    def plainly(self) -> str:
+        """As a person reads it: how many times the rival's figure, and whether that is better."""
+        times = self.ratio if self.more_is_better else 1 / self.ratio
+        if self.clear:
+            word = "better" if self.better else "worse"
+        else:
+            word = "within the spread" if self.num_runs > 1 else "one run"
+        return f"{self.name} {times:.2f} times that of {self.rival} ({word})"
 
 
 @dataclass(frozen=True)
@@ -161,13 +173,20 @@ def lives(
     return tuple(found)
 
 
-def gain(name: str, split: Sequence[float], other: Sequence[float], *, more_is_better: bool = True) -> Gain:
-    """The split's median over the other arm's, turned so that above 1 is better."""
+def gain(
+    name: str,
+    split: Sequence[float],
+    other: Sequence[float],
+    *,
+    more_is_better: bool = True,
+    rival: str = Gain.rival,
+) -> Gain:
+    """The split's median over that of the arm called `rival`, turned so that above 1 is better."""
     a, b = _median(split), _median(other)
     ratio = (a / b if more_is_better else b / a) if a > 0 and b > 0 else 1.0
     num_runs = min(len(split), len(other))
     apart = max(split) < min(other) or min(split) > max(other)
-    return Gain(name, ratio, num_runs > 1 and apart, num_runs)
+    return Gain(name, ratio, num_runs > 1 and apart, num_runs, rival, more_is_better)
 
 
 def judge(split: Run, unified: Sequence[Run] = (), gains: Sequence[Gain] = ()) -> Verdict:
@@ -288,10 +307,9 @@ def _beyond_help(pays: bool | None, e: Evidence) -> bool:
 def _answer(pays: bool | None, gains: Sequence[Gain]) -> str:
     if not gains:
         return ""
+    figures = ", ".join(g.plainly() for g in gains)
     if pays is None:
-        figures = ", ".join(f"{g.name} x{g.ratio:.2f}" for g in gains)
         return f"One run shows no spread, so whether the split pays stays open: {figures}."
-    figures = ", ".join(f"{g.name} x{g.ratio:.2f}{'' if g.clear else ' (within the spread)'}" for g in gains)
     return f"The split {'pays' if pays else 'does not pay'} here: {figures}."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import tomllib
 import xml.etree.ElementTree as ET
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from splitserve.bench import page
 from splitserve.bench.metrics import Marks, summarize
@@ -204,6 +206,23 @@ def test_failures_are_counted(tmp_path: Any) -> None:
     found.chunks["split"] = 32
     found.taken["split"] = [[taken(100.0), taken(100.0, failed=3)]]
     assert report.results(asked, found)["num_failed"] == 3
+
+
+def test_the_report_is_whole_at_80_columns(tmp_path: Any) -> None:
+    """Large figures with a large spread, as two busy cores give them."""
+    found = results(tmp_path)
+    for arm in found["loads"][0]["arms"].values():
+        for figure in arm["figures"].values():
+            figure.update(median=18884.4, low=18684.0, high=19084.0)
+    told = io.StringIO()
+    report.print_report(Console(file=told, width=80), found)
+    lines = told.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert (
+        next(line for line in lines if line.startswith("TTFT p50, ms")).split()[3:] == ["18884", "±200"] * 3
+    )
+    assert any(line.split()[-3:] == ["split", "replicas", "single"] for line in lines)
+    assert "throughput 1.09 times that of replicas (better)" in " ".join(lines)
 
 
 def parts_of(html: str) -> list[ET.Element]:

@@ -62,7 +62,8 @@ def test_decode_at_94_ms_a_step_at_every_batch_size_cannot_be_helped() -> None:
     assert verdict.sentence.startswith("decode-bound, the split cannot help: decode was busy 98%, prefill 3%")
     assert "94.2 ms + 0.00 ms a request" in verdict.sentence
     assert verdict.sentence.endswith(
-        "The split does not pay here: throughput x0.99 (within the spread), ITL p99 x1.00 (within the spread)."
+        "The split does not pay here: throughput 0.99 times that of the best other arm (within the spread), "
+        "ITL p99 1.00 times that of the best other arm (within the spread)."
     )
     assert verdict.evidence.mean_batch == pytest.approx(7.69, abs=0.01)
 
@@ -152,7 +153,9 @@ def test_goodput_counts_as_work() -> None:
 
 def test_gains_turn_so_that_above_one_is_better_and_overlap_is_not_clear() -> None:
     assert gain("x", [10, 12], [5, 6]) == Gain("x", 2.0, clear=True)
-    assert gain("x", [10, 12], [20, 30], more_is_better=False) == Gain("x", 25 / 11, clear=True)
+    assert gain("x", [10, 12], [20, 30], more_is_better=False) == Gain(
+        "x", 25 / 11, clear=True, more_is_better=False
+    )
     assert not gain("x", [10, 12], [11, 13]).clear
     one = gain("x", [10], [5])
     assert not one.clear
@@ -160,6 +163,13 @@ def test_gains_turn_so_that_above_one_is_better_and_overlap_is_not_clear() -> No
     verdict = judge(split, gains=[one])
     assert verdict.pays is None
     assert "One run shows no spread" in verdict.sentence
+
+
+def test_a_longer_time_reads_as_longer_and_worse_and_against_whom() -> None:
+    slower = gain("TTFT p50", [200, 210], [100, 110], more_is_better=False, rival="replicas")
+    assert slower.plainly() == "TTFT p50 1.95 times that of replicas (worse)"
+    faster = gain("ITL p99", [50, 60], [100, 110], more_is_better=False, rival="single")
+    assert faster.plainly() == "ITL p99 0.52 times that of single (better)"
 
 
 def test_more_than_the_arithmetic_allows_is_doubted() -> None:
