@@ -188,7 +188,7 @@ def print_report(console: Console, found: dict[str, Any]) -> None:
         console.print(f"[red]{found['num_failed']} requests failed[/]")
 
 
-_KEY = "Medians ± half of the distance between lowest and highest run. Times: less is better."
+_KEY = "Medians ± half of the distance from lowest to highest run; of times less is better."
 
 
 def _sentences(load: dict[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from splitserve.proof.judge import Case, Crossing, judge
 from splitserve.proof.sides import Side
 from splitserve.proof.stage import stage, unified_engine
 from splitserve.spec import StateSpec, group_bytes
+from splitserve.tables import columns
 from splitserve.words import Parser
 
 if TYPE_CHECKING:
@@ -231,32 +232,35 @@ def _exact(case: Case) -> bool:
 
 def _answer(case: Case) -> str:
     if case.findings:
-        return "[red]differs[/red]"
+        return "differs"
     return "bit-equal" if _exact(case) else "within bound"
 
 
-def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title="split against unified", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("question", "tokens", "answer", "MB", "pages", "descr.", "lane", "GB/s", "digest"):
-        right = heading in ("tokens", "MB", "pages", "descr.", "GB/s")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+def _table(cases: Sequence[Case]) -> list[str]:
+    """A row a question, then the lanes that carried them: nothing is cut, and 80 columns hold it."""
+    head = ("question", "tokens", "answer", "MB", "pages", "copies", "GB/s", "digest")
+    rows = []
     for case in cases:
         c = case.crossing or Crossing()
-        table.add_row(
-            case.name,
-            str(case.num_prompt),
-            _answer(case),
-            f"{c.num_bytes / 1e6:.2f}",
-            str(c.num_pages),
-            str(c.num_descriptors),
-            c.lane.split("/")[0],
-            f"{c.gb_s:.2f}",
-            c.received_digest[:6] + ("" if c.sent_digest == c.received_digest else "[red]≠[/red]"),
+        rows.append(
+            (
+                case.name,
+                str(case.num_prompt),
+                _answer(case),
+                f"{c.num_bytes / 1e6:.2f}",
+                str(c.num_pages),
+                str(c.num_descriptors),
+                f"{c.gb_s:.2f}",
+                c.received_digest[:6] + ("" if c.sent_digest == c.received_digest else "≠"),
+            )
         )
-    console.print(table)
+    lanes = sorted({case.crossing.lane for case in cases if case.crossing and case.crossing.lane})
+    return [*columns(head, rows, numbers=(1, 3, 4, 5, 6)), *([f"lane: {'; '.join(lanes)}"] if lanes else [])]
+
+
+def _print(console: Console, cases: list[Case], planted: list[Planted]) -> None:
+    lines = ["split against unified", "", *_table(cases), ""]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     for case in cases:
         for finding in case.findings:
             console.print(f"[red]{case.name}: {finding}[/red]", highlight=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from splitserve.proof import main
 from splitserve.proof.judge import Answer, Case, Crossing, first_divergence, judge
 
 GOOD = Answer((1, 2, 3), (-0.1, -0.2, -0.3), (1.0, 0.001, 1.0))
@@ -75,3 +78,17 @@ def test_a_sampled_answer_is_never_excused_by_a_tie_of_logprobs() -> None:
 )
 def test_first_divergence(a, b, at) -> None:
     assert first_divergence(a, b) == at
+
+
+def test_the_table_of_a_full_run_is_whole_at_80_columns() -> None:
+    answer = Answer((1,), (-0.5,))
+    crossing = Crossing(520_000_000, 520_000_000, 12345, 12345, "cuda_ipc/cuda", 0.01, "520b1c9d", "520b1c9d")
+    told = io.StringIO()
+    case = Case("chunk + 1, seeded", 12345, greedy=False, split=answer, unified=answer, crossing=crossing)
+    console = Console(file=told, width=80)
+    main._print(console, [case, replace(case, unified=Answer((1,), (-0.6,)))], [])
+    lines = told.getvalue().splitlines()
+    assert max(map(len, lines[:6])) <= 80
+    row = "chunk + 1, seeded 12345 bit-equal 520.00 12345 12345 52.00 520b1c"
+    assert any(" ".join(line.split()) == row for line in lines)
+    assert "lane: cuda_ipc/cuda" in lines
