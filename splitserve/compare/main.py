@@ -14,13 +14,12 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -35,7 +34,7 @@ from splitserve.compare.measure import Shape, Taken, Target
 from splitserve.errors import ConfigError
 from splitserve.launch import topology
 from splitserve.launch.deployment import load
-from splitserve.launch.stage import up
+from splitserve.launch.stage import api_key, up
 from splitserve.net.client import Client
 from splitserve.transfer.faults import THROTTLES
 from splitserve.words import Parser
@@ -132,18 +131,29 @@ def study_of(args: argparse.Namespace) -> Study:
     )
 
 
+def num_starts(study: Study, num_arms: int) -> tuple[int, int]:
+    """How often an arm is brought up: (to tune, to measure)."""
+    tries = len(study.chunks)
+    return num_arms * tries if tries > 1 else 0, num_arms * study.repeats
+
+
 class Comparison:
     """One run of `compare`."""
 
-    def __init__(self, study: Study, say: Any) -> None:
+    def __init__(
+        self, study: Study, say: Callable[[str], None], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._study = study
         self._say = say
         self._rng = random.Random(study.seed)
+        self._now = now
+        self._pace = _Pace(0)
 
     async def run(self) -> Found:
         study = self._study
         deployment = load(study.file)
         found = Found(arms(deployment, topology.read(), study.arms))
+        self._announce(len(found.arms))
         for arm in found.arms:
             await self._tune(arm, found)
             found.taken[arm.name] = [[] for _ in study.shapes]
@@ -152,10 +162,33 @@ class Comparison:
                 chunk = found.chunks[arm.name]
                 self._say(f"repeat {repeat + 1} of {study.repeats}: {arm.name} ({arm.shape}), chunk {chunk}")
                 found.order.append(arm.name)
-                taken = await self._take(arm, chunk, study.shapes, seed=f"{study.seed}/{repeat}")
+                taken = await self._paced(arm, chunk, study.shapes, seed=f"{study.seed}/{repeat}")
                 for kept, one in zip(found.taken[arm.name], taken, strict=True):
                     kept.append(one)
         return found
+
+    def _announce(self, num_arms: int) -> None:
+        """How much there is to do, before anything is started."""
+        study = self._study
+        tuning, measuring = num_starts(study, num_arms)
+        last = study.shapes[-1].num
+        self._pace = _Pace(tuning * last + measuring * sum(s.num for s in study.shapes))
+        parts = [f"{tuning} to tune, of {last} requests each"] if tuning else []
+        loads = " + ".join(f"{s.num} ({s.label})" for s in study.shapes)
+        parts.append(f"{measuring} to measure, of {loads} requests each")
+        lengths = f"{study.input_len} tokens in, {study.output_len} out"
+        self._say(
+            f"{tuning + measuring} starts: {'; '.join(parts)}; {lengths}; about how long follows the first"
+        )
+
+    async def _paced(self, arm: Arm, chunk: int, shapes: Sequence[Shape], *, seed: str) -> list[Taken]:
+        """`_take`, then how much time is left by what has been measured so far."""
+        begun = self._now()
+        taken = await self._take(arm, chunk, shapes, seed=seed)
+        left = self._pace.left_s(sum(s.num for s in shapes), self._now() - begun)
+        if left:
+            self._say(f"about {_duration(left)} left")
+        return taken
 
     async def _tune(self, arm: Arm, found: Found) -> None:
         """The chunk of the list with the most output under the heaviest load; one chunk needs no trial."""
@@ -167,7 +200,7 @@ class Comparison:
         shape = self._study.shapes[-1]
         for chunk in self._rng.sample(chunks, len(chunks)):
             self._say(f"tuning {arm.name}: chunk {chunk}")
-            (taken,) = await self._take(arm, chunk, (shape,), seed=f"{self._study.seed}/tune")
+            (taken,) = await self._paced(arm, chunk, (shape,), seed=f"{self._study.seed}/tune")
             rates[chunk] = taken.summary.output_rate
         found.tuning[arm.name] = dict(sorted(rates.items()))
         found.chunks[arm.name] = max(rates, key=lambda c: rates[c])
@@ -184,8 +217,9 @@ class Comparison:
             state = await up(str(file), f"compare-{os.getpid()}", closing, sets=sets)
             client = await closing.enter_async_context(Client())
             target = Target(client, state)
-            model, vocabulary = await find_target(client, target.router, Plan(target.router))
-            sender = LoadClient(client, target.router, model=model, now=time.perf_counter)
+            key = api_key(state, "router")
+            model, vocabulary = await find_target(client, target.router, Plan(target.router, api_key=key))
+            sender = LoadClient(client, target.router, model=model, now=time.perf_counter, api_key=key)
             await target.throttle(study.throttles)
             taken = []
             for shape in shapes:
@@ -195,6 +229,23 @@ class Comparison:
                 asks = draw(shape.num, output_len=study.output_len, rate=shape.rate)
                 taken.append(await target.measure(sender, asks, shape, slo=study.slo))
             return taken
+
+
+class _Pace:
+    """How long the rest takes: every request as long as those so far, their share of start and warm-up included."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._total, self._done, self._spent_s = num_requests, 0, 0.0
+
+    def left_s(self, num_requests: int, seconds: float) -> float:
+        """After `num_requests` more that took so long."""
+        self._done += num_requests
+        self._spent_s += seconds
+        return (self._total - self._done) * self._spent_s / self._done
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import tomllib
 import xml.etree.ElementTree as ET
@@ -135,8 +136,8 @@ def taken(rate: float, *, failed: int = 0) -> Taken:
 class Scripted(Comparison):
     """A comparison whose measurements are given: (arm, chunk) -> output rate."""
 
-    def __init__(self, study: Study, rates: dict[tuple[str, int], float]) -> None:
-        super().__init__(study, lambda _: None)
+    def __init__(self, study: Study, rates: dict[tuple[str, int], float], **more: Any) -> None:
+        super().__init__(study, **{"say": lambda _: None, **more})
         self.rates = rates
         self.asked: list[tuple[str, int, str]] = []
 
@@ -174,6 +175,24 @@ def test_each_arm_is_measured_at_its_own_best_chunk_in_changing_order(tmp_path: 
         assert len({seed for _, _, seed in measured[3 * repeat : 3 * repeat + 3]}) == 1
     assert len({seed for _, _, seed in measured}) == 8
     assert [len(t[0]) for t in found.taken.values()] == [8, 8, 8]
+
+
+def test_how_much_there_is_to_do_is_said_first_and_how_long_after_the_first_start(tmp_path: Any) -> None:
+    said: list[str] = []
+    clock = itertools.count(0, 60)  # a minute between any two looks: each start of four requests takes one
+    one = Scripted(study(tmp_path), RATES, say=said.append, now=lambda: float(next(clock)))
+    asyncio.run(one.run())
+    assert said[0].startswith(
+        "15 starts: 6 to tune, of 4 requests each; 9 to measure, of 4 (c=4) requests each"
+    )
+    assert "256 tokens in, 256 out" in said[0]
+    assert said[1].startswith("tuning ")
+    assert said[2] == "about 14 min left"
+    assert [text for text in said if text.endswith(" left")][-1] == "about 60 s left"
+    alone: list[str] = []
+    once = Scripted(study(tmp_path, chunks=(32,), repeats=1), RATES, say=alone.append)
+    asyncio.run(once.run())
+    assert alone[0].startswith("3 starts: 3 to measure, of 4 (c=4) requests each")
 
 
 def results(tmp_path: Any, **changes: Any) -> dict[str, Any]:
