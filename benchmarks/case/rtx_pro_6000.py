@@ -25,7 +25,8 @@ from splitserve.models.make_checkpoint import FLASH
 from splitserve.spec import group_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "benchmarks/results/ops/h200_deepseek.json"
+KERNELS = ROOT / "benchmarks/results/ops/h200_deepseek_d077556.json"
+"""From before cuBLAS multiplied prompts in eight bits, as it does on sm_90 only: sm_120 goes these ways too."""
 PAGE = ROOT / "docs/case-rtx-pro-6000.md"
 BEGIN, END = "<!-- benchmarks.case.rtx_pro_6000 -->", "<!-- end -->"
 
