@@ -20,7 +20,8 @@ def begin(
     words: Sequence[str], plan: Plan, outputs: Outputs, *, runs_dir: Path, program: Sequence[str]
 ) -> int:
     """Start the measurement and say its ID."""
-    run = runs.begin(runs_dir, undetached(words, url=plan.url), url=plan.url, program=program)
+    own = undetached(words, url=plan.url)
+    run = runs.begin(runs_dir, own, url=plan.url, key=plan.api_key, program=program)
     name = run.path.name
     if outputs.json == "-":
         print(json.dumps({"id": name, "path": str(run.path)}))

@@ -23,12 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import splitserve
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.net.client import Client
+from splitserve.net.keys import ENVIRONMENT
 from splitserve.net.upstream import split_url
+from splitserve.words import command_line
 
 from . import detached, report
 from .client import LoadClient
 from .metrics import Marks, Summary, summarize
-from .plan import Outputs, Plan, from_words
+from .plan import Outputs, Plan, from_words, no_key
 from .runs import Run
 from .workload import Ask, Vocabulary, random_asks, read_trace, trace_asks
 
@@ -36,14 +38,22 @@ WARM_TOKENS = 4
 _LINE_EVERY_S = 5.0
 
 
-def run(words: Sequence[str], *, running_url: str = "", program: Sequence[str] = (), runs_dir: Path) -> int:
+def run(
+    words: Sequence[str],
+    *,
+    running_url: str = "",
+    key_of: Callable[[str], str] = no_key,
+    program: Sequence[str] = (),
+    runs_dir: Path,
+) -> int:
     """The command: `words` are those behind it, `running_url` is of the deployment that is up, if any.
 
-    `program` starts itself again for --detach, whose runs are kept in `runs_dir`.
+    `key_of` knows the API keys of what is up, by URL. `program` starts itself again for --detach, whose runs are kept
+    in `runs_dir`.
     """
     if words and words[0] in detached.COMMANDS:
         return detached.COMMANDS[words[0]](words[1:], runs_dir)
-    plan, outputs = from_words(words, running_url=running_url)
+    plan, outputs = from_words(words, running_url=running_url, key_of=key_of)
     if outputs.detach:
         return detached.begin(words, plan, outputs, runs_dir=runs_dir, program=program)
     if outputs.recorded:
@@ -87,11 +97,9 @@ async def measure(plan: Plan, console: Console) -> tuple[list[Summary], dict[str
             client, url, model=model, now=time.perf_counter, timeout_s=plan.timeout_s, api_key=plan.api_key
         )
         facts = _facts(plan, url, model, seed)
-        if plan.trace is not None:
-            return [await _trace_loop(plan, load, vocabulary, seed, console)], facts
-        if plan.rates:
-            return await _open_loops(plan, load, vocabulary, seed, console), facts
-        return await _closed_loops(plan, load, vocabulary, seed, console), facts
+        loops = _trace_loop if plan.trace is not None else _open_loops if plan.rates else _closed_loops
+        summaries = await loops(plan, load, vocabulary, seed, console)
+        return summaries, {**facts, "finished": _now()}
 
 
 async def _closed_loops(
@@ -127,7 +135,7 @@ async def _open_loops(
 
 async def _trace_loop(
     plan: Plan, load: LoadClient, vocabulary: Vocabulary, seed: int, console: Console
-) -> Summary:
+) -> list[Summary]:
     assert plan.trace is not None
     rows = read_trace(plan.trace, plan.num[0])
     asks = trace_asks(
@@ -139,7 +147,7 @@ async def _trace_loop(
     await warm_up(load, [first], partial(_warn, console))
     with _Ticker(console, "trace", len(asks)) as ticker:
         marks, duration_s = await load.open_loop(asks, ticker.tick)
-    return summarize(marks, duration_s=duration_s, slo=plan.slo)
+    return [summarize(marks, duration_s=duration_s, slo=plan.slo)]
 
 
 async def warm_up(load: LoadClient, asks: Sequence[Ask], warn: Callable[[str], None]) -> None:
@@ -169,7 +177,8 @@ async def find_target(client: Client, url: str, plan: Plan) -> tuple[str, Vocabu
             e.message, field="url", fix="start one with `splitserve up`, or give its URL"
         ) from None
     if models.status == 401:
-        raise ConfigError(f"{url} needs an API key", field="api_key", fix="give it with --api-key")
+        why = "does not know this API key" if plan.api_key else "needs an API key"
+        raise ConfigError(f"{url} {why}", field="api_key", fix=f"--api-key-file FILE, or set {ENVIRONMENT}")
     if models.status != 200:
         raise ConfigError(
             f"GET {url}/v1/models answered {models.status}: {models.body[:200].decode(errors='replace')}"
@@ -231,9 +240,13 @@ def _facts(plan: Plan, url: str, model: str, seed: int) -> dict[str, Any]:
         "workload": f"{plan.trace.name}, at most {lengths}" if plan.trace else f"random, {lengths}",
         "seed": seed,
         "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cpus",
-        "command": " ".join(sys.argv),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command_line(sys.argv, own=("--recorded",)),
+        "started": _now(),
     }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _to_text(summaries: Sequence[Summary], facts: dict[str, Any]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
 from splitserve.errors import ConfigError
-from splitserve.words import Parser
+from splitserve.net.keys import ENVIRONMENT, given_key
+from splitserve.net.upstream import split_url
+from splitserve.words import Parser, replaced
 
 from .metrics import Slo
 
@@ -32,13 +34,14 @@ class Plan:
     trace: Path | None = None
     seed: int | None = None
     model: str = ""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     vocab: int = 0
     slo: Slo | None = None
     timeout_s: float = 600.0
 
     def check(self) -> None:
         """ConfigError names the first setting that cannot be."""
+        split_url(self.url)
         for name, values in (("concurrency", self.concurrency), ("num", self.num)):
             if not values or any(v < 1 for v in values):
                 raise ConfigError(
@@ -125,7 +128,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, help="draw the same prompts again (a prefix cache may then answer)")
     p.add_argument("--model", default="", help="model name; default: what the server tells")
     p.add_argument("--vocab", type=int, default=0, help="vocabulary size; default: what the server tells")
-    p.add_argument("--api-key", default="", help="bearer key")
+    p.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="FILE",
+        help=f"API key (default: {ENVIRONMENT}, else that of the deployment that is up)",
+    )
+    p.add_argument(
+        "--api-key", default="", help="the key itself, which others here can see in lists of processes"
+    )
     p.add_argument("--slo-ttft-ms", type=float, help="with --slo-tpot-ms: count goodput under these limits")
     p.add_argument("--slo-tpot-ms", type=float)
     p.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", help="seconds for one request")
@@ -145,14 +156,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, Outputs]:
-    """What the command line asks for; `running_url` is measured where it names no other.
+def no_key(_url: str) -> str:
+    """The key of a server of which nothing is known."""
+    return ""
+
+
+def from_words(
+    words: Sequence[str], *, running_url: str = "", key_of: Callable[[str], str] = no_key
+) -> tuple[Plan, Outputs]:
+    """What the command line asks for; `running_url` is measured where it names no other, with its key of `key_of`.
 
     ConfigError for words that it cannot read.
     """
     args = parser().parse_args(list(words))
+    url = args.url or running_url or DEFAULT_URL
     plan = Plan(
-        url=args.url or running_url or DEFAULT_URL,
+        url=url,
         concurrency=args.concurrency,
         num=args.num or (DEFAULT_OPEN_NUM if args.rates else Plan.num_for(args.concurrency)),
         slo=slo_of(args),
@@ -160,7 +179,7 @@ def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, Ou
             n: getattr(args, n)
             for n in ("input_len", "output_len", "rates", "trace", "seed", "model", "vocab")
         },
-        api_key=args.api_key,
+        api_key=given_key(args.api_key, args.api_key_file) or key_of(url),
         timeout_s=args.timeout_s,
     )
     plan.check()
@@ -168,10 +187,13 @@ def from_words(words: Sequence[str], *, running_url: str = "") -> tuple[Plan, Ou
 
 
 def undetached(words: Sequence[str], *, url: str) -> list[str]:
-    """The words of the process that --detach starts: the same measurement of `url`, JSON for stdout left out."""
+    """The words of the process that --detach starts: the same measurement of `url`, JSON for stdout left out.
+
+    Its key is left out too: it gets that in its environment, which others cannot see and nobody keeps.
+    """
     args = parser().parse_args(list(words))
     own = {"--detach", "-d", *(("--json", "--json=-", "-") if args.json_path == "-" else ())}
-    left = [w for w in words if w not in own]
+    left = [w for w in replaced(words, {"--api-key": None, "--api-key-file": None}) if w not in own]
     return left if args.url else [*left, url]
 
 

@@ -2,7 +2,7 @@
 
     WHERE/ID/                0700; WHERE is given by the caller
       lock                   flock held by the run for life: free while the state says running means it was killed
-      state.json             replaced whole
+      state.json             0600, replaced whole; no API key is kept, here or in results
       report.txt  log        its stdout and stderr
       result.json page.html  at the end
 
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError
-from splitserve.locks import is_held
+from splitserve.locks import is_held, write_private
+from splitserve.net.keys import ENVIRONMENT
 
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _LOCK, _STATE, _LOG, _REPORT, _RESULT, _PAGE = (
@@ -89,7 +90,7 @@ class Run:
     def write(self, state: State) -> None:
         """Replace the state in one step, so that a reader never sees half of it."""
         temporary = self.path / f"{_STATE}.new"
-        temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
+        write_private(temporary, json.dumps(asdict(state)))
         temporary.replace(self.path / _STATE)
 
     def started(self) -> None:
@@ -108,8 +109,11 @@ class Run:
             raise ConfigError(f"{self.path / _STATE} cannot be read: {e}", field="id") from None
 
 
-def begin(where: Path, words: Sequence[str], *, url: str, program: Sequence[str]) -> Run:
-    """Start `program bench words` so that nothing of this terminal can end it, and return at once."""
+def begin(where: Path, words: Sequence[str], *, url: str, program: Sequence[str], key: str = "") -> Run:
+    """Start `program bench words` so that nothing of this terminal can end it, and return at once.
+
+    `key` is the API key of `url`, "" for none.
+    """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     run = Run(where / name)
@@ -127,6 +131,7 @@ def begin(where: Path, words: Sequence[str], *, url: str, program: Sequence[str]
                 stdout=report,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **({ENVIRONMENT: key} if key else {})},
                 pass_fds=(lock,),
             )
     finally:

@@ -91,12 +91,13 @@ def bench(args: argparse.Namespace) -> int:
         return bench_ops(args.words[1:])
     from splitserve.bench.main import run
     from splitserve.launch.rundir import root
-    from splitserve.launch.stage import running_url
+    from splitserve.launch.stage import running_key, running_url
 
     return int(
         run(
             args.words,
             running_url=running_url(otherwise=""),
+            key_of=running_key,
             program=args.program,
             runs_dir=root() / ".bench",
         )

@@ -16,6 +16,7 @@ from splitserve.bench.client import LoadClient
 from splitserve.bench.metrics import Slo, Summary, summarize
 from splitserve.bench.workload import Ask
 from splitserve.errors import ConfigError
+from splitserve.launch.stage import api_key
 from splitserve.net.client import Client
 from splitserve.plan.verdict import Engine, Run, lives
 
@@ -50,6 +51,9 @@ class Target:
     def __init__(self, client: Client, state: Mapping[str, Any]) -> None:
         self._client = client
         self._engines = [(p["role"], p["url"]) for p in state["processes"] if p["role"] != "router"]
+        key = api_key(state, "engine")
+        self._headers = [("content-type", "application/json")]
+        self._headers += [("authorization", f"Bearer {key}")] if key else []
         self.router = next(p["url"] for p in state["processes"] if p["role"] == "router")
 
     async def throttle(self, throttles: Mapping[str, float]) -> None:
@@ -88,8 +92,7 @@ class Target:
 
     async def _call(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         raw = b"" if body is None else msgspec.json.encode(body)
-        headers = [("content-type", "application/json")]
-        answer = await self._client.request(method, url, body=raw, headers=headers, timeout_s=CALL_S)
+        answer = await self._client.request(method, url, body=raw, headers=self._headers, timeout_s=CALL_S)
         found = msgspec.json.decode(answer.body) if answer.body else {}
         if answer.status != 200 or not isinstance(found, dict):
             told = found.get("error", {}) if isinstance(found, dict) else {}

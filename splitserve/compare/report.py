@@ -21,6 +21,7 @@ from splitserve.bench.report import to_json as summary_to_json
 from splitserve.compare.measure import Taken, merged
 from splitserve.plan.verdict import FIRST_TOKEN, GOODPUT, THROUGHPUT, TOKEN_GAPS, Gain, gain, judge
 from splitserve.tables import columns
+from splitserve.words import command_line
 
 if TYPE_CHECKING:
     from splitserve.compare.main import Found, Study
@@ -56,7 +57,7 @@ def results(study: Study, found: Found) -> dict[str, Any]:
         "file": study.file,
         "workload": f"{study.input_len} in / {study.output_len} out",
         "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cpus",
-        "command": " ".join(sys.argv),
+        "command": command_line(sys.argv),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": study.seed,
         "repeats": study.repeats,

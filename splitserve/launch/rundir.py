@@ -5,7 +5,7 @@
       .hosts/NAME-HOST/           a deployment's processes here, where `up` runs on another host (hosts/crew.py)
       NAME/                       0700
         lock                      flock held by the supervisor for life: free means it is dead
-        state.json                pids with start ticks, ports, urls; replaced whole
+        state.json                0600: pids with start ticks, ports, urls; replaced whole
         control.sock              0600
         logs/NAME.log, NAME.log.1
         PROCESS/                  for a child's own sockets
@@ -29,7 +29,7 @@ from typing import Any
 
 from splitserve.errors import ConfigError
 from splitserve.launch.identity import Identity, boot_id
-from splitserve.locks import is_held
+from splitserve.locks import is_held, write_private
 
 _SOCKET_PATH_MAX = 107
 """Longest path of a Unix socket on Linux (108 with the closing zero)."""
@@ -143,7 +143,7 @@ class RunDir:
         """Replace state.json in one step, so that a reader never sees half of it. OSError leaves the former one."""
         temporary = self.path / "state.json.new"
         try:
-            temporary.write_text(json.dumps({"boot": boot_id(), **state}, indent=1))
+            write_private(temporary, json.dumps({"boot": boot_id(), **state}, indent=1))
             temporary.rename(self.path / "state.json")
         except OSError:
             temporary.unlink(missing_ok=True)

@@ -320,6 +320,10 @@ def split_url(url: str) -> tuple[Origin, str]:
         raise ConfigError(
             f"{url!r} is not an http:// URL", fix="write http://HOST:PORT (TLS belongs in front of this)"
         )
+    if parts.username is not None:  # it would not be sent, and be kept wherever this URL is
+        raise ConfigError(
+            "a URL with a user or password in it", fix="write http://HOST:PORT, and give a key as a key"
+        )
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Origin(parts.hostname, 80 if port is None else port), target
 

@@ -19,11 +19,13 @@ from splitserve.bench.metrics import Marks, summarize
 from splitserve.compare import report
 from splitserve.compare.arms import Arm, arms
 from splitserve.compare.main import Comparison, Found, Study, _parser, study_of
-from splitserve.compare.measure import Shape, Taken, merged
+from splitserve.compare.measure import Shape, Taken, Target, merged
 from splitserve.errors import ConfigError
 from splitserve.launch.deployment import Deployment, parse
 from splitserve.launch.placement import place
 from splitserve.launch.topology import Core, Gpu, Node, Topology
+from splitserve.net.client import Client
+from splitserve.net.http import Request, Responder, serve
 from splitserve.plan.verdict import Engine, Run
 
 
@@ -278,3 +280,25 @@ def test_repeats_are_added_up_engine_by_engine() -> None:
     assert [e.role for e in both.engines] == ["prefill", "decode"]
     assert both.engines[1].sums["decode_steps"] == 18
     assert both.busy("decode") == pytest.approx(0.9)
+
+
+def test_an_arm_is_asked_with_the_keys_of_its_file(tmp_path: Any) -> None:
+    """Every call of a comparison to an engine that wants a key."""
+    (tmp_path / "keys").write_text("inner\n")
+    seen: list[Any] = []
+
+    def app(req: Request, res: Responder) -> None:
+        seen.append(req.headers.get("authorization"))
+        res.send_json(200, {})
+
+    async def run() -> None:
+        server = await serve(app, host="127.0.0.1", port=0)
+        url = f"http://127.0.0.1:{server.port}"
+        processes = [{"role": r, "url": url} for r in ("router", "prefill")]
+        async with Client() as client:
+            for keys in ({}, {"engine_key_file": str(tmp_path / "keys")}):
+                await Target(client, {"processes": processes, **keys}).throttle({"slow": 1.0})
+        await server.close()
+
+    asyncio.run(run())
+    assert seen == [None, "Bearer inner"]

@@ -232,3 +232,15 @@ def test_logs_are_merged_by_time_across_midnight_and_lines_without_one_stay_behi
         "00:00:01.300 I prefill-0 b: over",
     ]
     assert logs.merged({}, "00:00:00") == []
+
+
+def test_state_is_for_its_owner_alone_whatever_the_umask(where: Path):
+    run_dir = RunDir("demo", where=where)
+    run_dir.acquire()
+    before = os.umask(0)
+    try:
+        run_dir.write_state({"name": "demo"})
+    finally:
+        os.umask(before)
+    assert (run_dir.path / "state.json").stat().st_mode & 0o777 == 0o600
+    run_dir.release()
