@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.errors import ConfigError
-from splitserve.spec import Growth, Layout, StateSpec, bytes_per_token, lay_out, live_bytes
+from splitserve.spec import Growth, Layout, StateSpec, bytes_per_token, lay_out, live_bytes, page_tokens
 
 _LIKE = "deepseek-v4-flash"
 
@@ -72,25 +72,50 @@ def fetch(args: argparse.Namespace) -> int:
 
 
 def state(args: argparse.Namespace) -> int:
-    """Bytes that a request holds and a handoff moves, by prompt length, and the least that the model needs."""
+    """Bytes that a request holds and a handoff moves, by prompt length, and the least that the model needs.
+
+    As an engine keeps them on this machine, where the words say nothing else.
+    """
+    from splitserve.launch import topology
     from splitserve.models import registry
     from splitserve.models.read import read_config
     from splitserve.weights.locate import locate
 
     cfg = read_config(locate(args.model))
-    specs = registry.states(cfg, dtype=args.dtype, kv=args.kv_dtype)
+    device = args.device or ("cuda" if topology.read().gpus else "cpu")
+    dtype = registry.encoding(cfg, args.dtype, device=device)
+    specs = registry.states(cfg, dtype=dtype, kv=args.kv_dtype)
     least = registry.family(cfg).least
     kv = {} if args.kv_dtype == "auto" else {"kv": args.kv_dtype}
-    layout = lay_out(specs, page_tokens=args.page_tokens)
+    layout = lay_out(specs, page_tokens=page_tokens(specs, args.page_tokens))
     rows = [_row(specs, length, layout) for length in args.lengths]
     for row in rows:
-        row["least"] = least(cfg, row["tokens"], dtype=args.dtype, **kv) if least else row["moved"]
+        row["least"] = least(cfg, row["tokens"], dtype=dtype, **kv) if least else row["moved"]
     if args.json:
-        print(json.dumps({"bytes_per_token": bytes_per_token(specs), "prompts": rows}))
+        kept = {
+            "device": device,
+            "dtype": dtype,
+            "kv_dtype": args.kv_dtype,
+            "page_tokens": layout.page_tokens,
+        }
+        print(json.dumps({**kept, "bytes_per_token": bytes_per_token(specs), "prompts": rows}))
         return 0
+    _print_state(rows, specs, layout, how=_how(args, device, dtype))
+    return 0
+
+
+def _how(args: argparse.Namespace, device: str, dtype: str) -> str:
+    where = "a GPU" if device == "cuda" else "this CPU"
+    packed = " with packed rows" if args.kv_dtype == "fp8" else ""
+    chosen = f"as an engine on {where} keeps it by default" if args.dtype == "auto" else "as asked for"
+    return f"{dtype}{packed}, {chosen}"
+
+
+def _print_state(rows: list[dict[str, Any]], specs: list[StateSpec], layout: Layout, *, how: str) -> None:
+    print(f"state in {how}\n")
     print(f"{bytes_per_token(specs):,.2f} bytes for each further token, on each rank that holds all of it\n")
     print(
-        f"a page of {args.page_tokens} tokens: {layout.page_bytes:,} bytes; a slot: {layout.slot_bytes:,}\n"
+        f"a page of {layout.page_tokens} tokens: {layout.page_bytes:,} bytes; a slot: {layout.slot_bytes:,}\n"
     )
     names = ("in pages", "in the slot", "moved", "least")
     print(f"{'tokens':>10}", *(f"{name:>15}" for name in names), f"{'moved/least':>12}  {'held':>15}")
@@ -98,7 +123,6 @@ def state(args: argparse.Namespace) -> int:
         shown = (row["pages"], row["slot"], row["moved"], row["least"])
         ratio = row["moved"] / row["least"]
         print(f"{row['tokens']:>10,}", *(f"{n:>15,}" for n in shown), f"{ratio:>12.3f}  {row['held']:>15,}")
-    return 0
 
 
 def _row(specs: list[StateSpec], length: int, layout: Layout) -> dict[str, Any]:

@@ -276,9 +276,14 @@ def _state(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=lengths, metavar="N", help="prompt lengths in tokens"
     )
-    parser.add_argument("--dtype", default="bf16", choices=("f32", "bf16", "f16"), help="default: bf16")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "f32", "bf16", "f16"), help="default: the engine's there"
+    )
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"), help="fp8: packed rows")
-    parser.add_argument("--page-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--page-tokens", type=int, default=0, metavar="N", help="default: the engine's")
     _json(parser)
 
 

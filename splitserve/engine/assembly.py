@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from splitserve import log, numa, wire
-from splitserve.config import EngineConfig
 from splitserve.dist import peers
 from splitserve.dist.group import SoloGroup, TorchGroup
 from splitserve.dist.peers import PeerGroup
@@ -38,7 +37,6 @@ from splitserve.errors import ConfigError
 from splitserve.kv.cache import Cache
 from splitserve.kv.pool import Pool
 from splitserve.models import registry
-from splitserve.models.config import ModelConfig
 from splitserve.models.read import read_config
 from splitserve.spec import lay_out, page_tokens
 from splitserve.text import tokenizer
@@ -101,7 +99,7 @@ class Builder:
         self._progress: Callable[[], None] = _nothing
         self.source = locate(self.config.model)
         self.cfg = read_config(self.source)
-        self.dtype = dtype_of(self.config, self.cfg)
+        self.dtype = registry.encoding(self.cfg, self.config.dtype, device=self.config.device)
         self.drafts = self.config.speculative == "mtp"
         self.specs = registry.states(self.cfg, dtype=self.dtype, kv=self.config.kv_dtype, draft=self.drafts)
         self.config = replace(self.config, page_tokens=page_tokens(self.specs, self.config.page_tokens))
@@ -386,21 +384,6 @@ class AllPools:
     def poison(self, page_ids: Sequence[int], slot_ids: Sequence[int] = ()) -> None:
         self._ranks.send(Poison(tuple(page_ids), tuple(slot_ids)))
         self._pool.poison(page_ids, slot_ids)
-
-
-def dtype_of(config: EngineConfig, cfg: ModelConfig) -> str:
-    """The encoding of weights and state: as told, else the checkpoint's on a GPU and what is fast on this CPU."""
-    if config.dtype != "auto":
-        return config.dtype
-    if config.device == "cuda":
-        return cfg.encoding if cfg.encoding in ("bf16", "f16") else "bf16"
-    return "bf16" if _cpu_has_bf16() else "f32"
-
-
-def _cpu_has_bf16() -> bool:
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
-        flags = next((line for line in f if line.startswith("flags")), "").split()
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _nothing() -> None:

@@ -69,7 +69,7 @@ def _check_model(engine: EngineConfig, free: int) -> Footprint:
         checkpoint = open_checkpoint(source)
         weights = sum(checkpoint.span(name).nbytes for name in checkpoint.names())
     registry.check_tp(cfg, engine.tp)
-    dtype = engine.dtype if engine.dtype != "auto" else "bf16"
+    dtype = registry.encoding(cfg, engine.dtype, device=engine.device)
     drafts = engine.speculative != "none"
     specs = registry.states(cfg, dtype=dtype, kv=engine.kv_dtype, draft=drafts)
     engine = replace(engine, page_tokens=page_tokens(specs, engine.page_tokens))

@@ -73,6 +73,24 @@ def check_tp(cfg: ModelConfig, size: int) -> None:
     family(cfg).deal(cfg, size)
 
 
+def encoding(cfg: ModelConfig, wanted: str = "auto", *, device: str) -> str:
+    """How weights and state are kept on "cpu" or "cuda": as wanted, else as the checkpoint has them on a GPU.
+
+    On a CPU "auto" is what is fast on this one.
+    """
+    if wanted != "auto":
+        return wanted
+    if device == "cuda":
+        return cfg.encoding if cfg.encoding in ("bf16", "f16") else "bf16"
+    return "bf16" if _cpu_has_bf16() else "f32"
+
+
+def _cpu_has_bf16() -> bool:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+        flags = next((line for line in f if line.startswith("flags")), "").split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
 def states(cfg: ModelConfig, *, dtype: str, kv: str = "auto", draft: bool = False) -> list[StateSpec]:
     """What the model keeps, with numbers encoded as `dtype` (f32, bf16 or f16), or packed where `kv` is "fp8".
 

@@ -9,6 +9,7 @@ import pytest
 
 from splitserve.cli.parser import parse
 from splitserve.errors import ConfigError
+from splitserve.models import registry
 from splitserve.models.make_checkpoint import FLASH
 from splitserve.text import tokenizer
 
@@ -60,7 +61,10 @@ def test_make_checkpoint_says_what_is_wrong(tmp_path: Path, words: tuple[str, ..
 
 def test_state_of_flash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FLASH))
-    assert run("state", str(tmp_path), "--kv-dtype", "fp8", "--lengths", "4096", "--json") == 0
+    assert (
+        run("state", str(tmp_path), "--dtype", "bf16", "--kv-dtype", "fp8", "--lengths", "4096", "--json")
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert shown["bytes_per_token"] == 3850.25
     (row,) = shown["prompts"]
@@ -73,8 +77,38 @@ def test_state_of_flash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "least": 19_845_120,
     }
     assert held > row["moved"]
-    assert run("state", str(tmp_path)) == 0
-    assert "6,880.00 bytes" in capsys.readouterr().out
+    assert run("state", str(tmp_path), "--device", "cuda") == 0
+    told = capsys.readouterr().out
+    assert "6,880.00 bytes" in told
+    assert "a page of 256 tokens" in told
+    assert "state in bf16, as an engine on a GPU keeps it by default" in told
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [("avx512f avx512_bf16", "bf16"), ("avx2", "f32")])
+def test_state_is_that_of_an_engine_on_this_machine(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    dtype: str,
+) -> None:
+    """Pages of 64 tokens, numbers as this CPU is fast with them; a GPU has the checkpoint's."""
+    decoder = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(decoder))
+    monkeypatch.setattr(registry, "_cpu_has_bf16", lambda: "avx512_bf16" in flags.split())
+    for device, wanted in (("cpu", dtype), ("cuda", "f16")):
+        assert run("state", str(tmp_path), "--device", device, "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["device"], shown["dtype"], shown["page_tokens"]) == (device, wanted, 64)
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
@@ -83,7 +117,7 @@ def test_flash_keeps_little_more_than_it_must(
 ) -> None:
     """At 256, 4,096, 4,097 and 131,072 tokens; beyond it pages and the slot are whole."""
     (tmp_path / "config.json").write_text(json.dumps(FLASH))
-    assert run("state", str(tmp_path), "--kv-dtype", kv, "--json") == 0
+    assert run("state", str(tmp_path), "--dtype", "bf16", "--kv-dtype", kv, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["prompts"]
     assert [r["tokens"] for r in rows] == [256, 4096, 4097, 131_072]
     for row in rows:
