@@ -110,6 +110,13 @@ def status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or f"HTTP/1.1 {status} -\r\n".encode()
 
 
+def named(rid: str, request_id: str) -> str:
+    """A request as logs have it, found by either: its rid, and the client's X-Request-Id where that is another."""
+    if rid and request_id and request_id != rid:
+        return f"{rid} [X-Request-Id {request_id}]"
+    return rid or request_id or "without a name"
+
+
 def header_lines(headers: Headers) -> bytes:
     """Encoded header lines. ValueError for a name or value that would start another line."""
     lines = [f"{name}: {value}\r\n" for name, value in headers]

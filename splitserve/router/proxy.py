@@ -13,7 +13,7 @@ from collections.abc import Callable
 from splitserve import log
 from splitserve.config import RouterConfig
 from splitserve.errors import EngineLost, NotFound, Overloaded, PeerLost, SplitserveError
-from splitserve.net.request import Request
+from splitserve.net.request import Request, named
 from splitserve.net.responder import Responder
 from splitserve.net.upstream import Lost, Origin, Pool
 from splitserve.types import Role
@@ -149,7 +149,7 @@ class Proxy:
     def _described(self, relay: Relay) -> str:
         """Its name, path and engines, and what went wrong last."""
         request = relay.request
-        name = relay.prepared.rid or request_id(request.raw_headers).decode("latin-1") or "without a name"
+        name = named(relay.prepared.rid, request_id(request.raw_headers).decode("latin-1"))
         members = "+".join(m.id for m in self.fleet if relay.uses(m)) or "no engine"
         wrong = f" (last failure: {relay.last_failure.error.message})" if relay.last_failure else ""
         return f"request {name} ({request.path}, {members}){wrong}"

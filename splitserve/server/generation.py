@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from splitserve import log
 from splitserve.errors import RequestError, SplitserveError
 from splitserve.net import sse
-from splitserve.net.request import Request
+from splitserve.net.request import Request, named
 from splitserve.net.responder import Responder
 
 from .answer import Shape, error_events
@@ -71,9 +71,10 @@ class Generation:
             service.metrics.refused(endpoint, e.status)
             self._failures.refused(endpoint, e)
             raise
-        await self._answer(run, shape_of(run), responder)
+        asked = request.headers.get("x-request-id", "")
+        await self._answer(run, shape_of(run), responder, name=named(job.rids[0], asked))
 
-    async def _answer(self, run: Run, shape: Shape, responder: Responder) -> None:
+    async def _answer(self, run: Run, shape: Shape, responder: Responder, *, name: str) -> None:
         """Answer and account for it. Whatever happens, nothing of the run is left in the engine."""
         service, job = self._service, run.job
         service.runs.add(run)
@@ -96,7 +97,7 @@ class Generation:
             seconds, aborted = run.age_s, run.aborted
             self._log.ended(
                 lambda: (
-                    f"request {job.rids[0]} ({job.endpoint}{job.half and ', ' + job.half}): {status}"
+                    f"request {name} ({job.endpoint}{job.half and ', ' + job.half}): {status}"
                     f"{', aborted' if aborted else ''}, {run.num_output} tokens of output, {seconds:.3f} s"
                 ),
                 seconds=seconds,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve import __version__
+from splitserve import __version__, log
 from splitserve.errors import NotFound, RequestError, SplitserveError, by_code
 from splitserve.net.request import Request
 from splitserve.net.responder import Responder
@@ -23,6 +23,8 @@ from .body import read_object, typed
 from .engine_link import Inbox
 from .openai import ChatBody
 from .service import Service
+
+_log = log.get(__name__)
 
 Route = Callable[[Request, Responder], Awaitable[None] | None]
 
@@ -56,6 +58,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
 class Operator:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._log = log.RequestLog(_log, slow_s=service.settings.slow_s, clock=service.clock)
 
     def routes(self) -> dict[str, dict[str, Route]]:
         """Paths to methods to what answers them."""
@@ -240,6 +243,10 @@ class Operator:
                 if body.abort_all or rid == body.rid or rid.rpartition("_")[0] == body.rid:
                     run.abort(index, "asked by /abort_request")
                     count += 1
+        # What ended here before has had its line, if any: prefill's part ends when decode has taken its state.
+        self._log.ended(
+            lambda: f"abort of {body.rid or 'all requests'}: ended {count} here", seconds=0.0, usual=False
+        )
         responder.send_json(200, {"aborted": count})
 
     async def flush_cache(self, _: Request, responder: Responder) -> None:

@@ -158,13 +158,14 @@ def test_requests_that_break_off_are_logged_with_their_name(caplog: pytest.LogCa
                     wire.abort()
                     await until(lambda: b.outcome("client_left") == 1)
                 else:
-                    await b.ask({**PLAIN, "rid": rid})
+                    await b.ask({**PLAIN, "rid": rid}, headers="X-Request-Id: other\r\n")
 
     with caplog.at_level("INFO", logger="splitserve.router.proxy"):
         go(run())
     lines = [line for line in caplog.messages if line.startswith("request ")]
     assert [line.split()[1] for line in lines] == ["bad", "early"], lines
     assert "(/v1/completions, prefill-0+decode-0)" in lines[1]
+    assert lines[0].startswith("request bad [X-Request-Id other] ")
     assert ": lost," in lines[0]
     assert "last failure: decode-0 at http" in lines[0]
 

@@ -567,17 +567,25 @@ def test_requests_that_do_not_end_by_themselves_are_logged_under_the_id_of_their
         await b.until(lambda: len(b.engine.generates) == 2)
         await b.json("POST", "/abort_request", {"rid": "one"})
         ids.append((await one)["id"])
-        _, writer = await b.send("POST", "/v1/completions", {"prompt": "x"}, "x-request-id: two\r\n")
-        await b.until(lambda: len(b.engine.generates) == 3)
-        writer.transport.abort()
-        await b.quiet()
-        assert [(r.levelname, r.getMessage().rpartition(",")[0]) for r in caplog.records] == [
+        for more in ({}, {"rid": "three"}):
+            _, writer = await b.send(
+                "POST", "/v1/completions", {"prompt": "x", **more}, "x-request-id: two\r\n"
+            )
+            await b.until(lambda: len(b.engine.generates) == 3 + len(more))
+            writer.transport.abort()
+            await b.quiet()
+        await b.json("POST", "/abort_request", {"rid": "four"})  # as at prefill, when its part has ended
+        lines = [r for r in caplog.records if r.name.endswith("generation")]
+        assert [(r.levelname, r.getMessage().rpartition(",")[0]) for r in lines] == [
             ("DEBUG", f"request {ids[0]} (completions): 200, 5 tokens of output"),
             ("INFO", f"request {ids[1]} (completions): 200, aborted, 0 tokens of output"),
             ("INFO", "request two (completions): client_left, 0 tokens of output"),
+            ("INFO", "request three [X-Request-Id two] (completions): client_left, 0 tokens of output"),
         ]
+        told = [r.getMessage() for r in caplog.records if r.name.endswith("operator")]
+        assert told == ["abort of one: ended 1 here", "abort of four: ended 0 here"]
 
-    with caplog.at_level("DEBUG", logger="splitserve.server.generation"):
+    with caplog.at_level("DEBUG", logger="splitserve.server"):
         bench(say("fine"), body)
 
 
