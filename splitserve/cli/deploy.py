@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from splitserve.cli import PROGRAM, complain, report
-from splitserve.errors import ConfigError, PeerLost, RequestError
+from splitserve.errors import ConfigError, PeerLost
 from splitserve.launch import control, fits, measured, placement, probe, topology
 from splitserve.launch import logs as log_files
 from splitserve.launch.commands import fill, fill_word
@@ -29,6 +29,7 @@ from splitserve.net import keys
 from splitserve.ops.kernels.archs import kernel_path
 
 FOLLOW_PAUSE_S = 0.2
+LOG_LINES = 50
 
 
 def up(args: argparse.Namespace) -> int:
@@ -122,8 +123,11 @@ def status(args: argparse.Namespace) -> int:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print the last lines of the logs; with --follow go on until the deployment stops."""
-    lines = int(_number(args.lines, "--lines"))
+    """Print the last lines of the logs; with --follow go on until the deployment stops.
+
+    Exit code 1 where --request names what no line has.
+    """
+    lines = _count(args.lines, "--lines") if args.lines else None
     name, process = args.name, args.process
     if name and not process and name not in names():
         name, process = "", name  # `logs decode-0`, where only one deployment can be meant
@@ -133,9 +137,19 @@ def logs(args: argparse.Namespace) -> int:
     paths = [p for p in have if process in ("", p.stem)]
     if not paths:
         fix = f"one of {', '.join(p.stem for p in have)}"
-        raise RequestError(f"{run_dir.name} has no process {process!r}", field="process", fix=fix)
+        raise ConfigError(f"{run_dir.name} has no process {process!r}", field="process", fix=fix)
     followers = {p.stem: log_files.Follower(p) for p in paths}
-    _print_logs(args, {p.stem: log_files.tail(p, lines) for p in paths})
+    every = bool(args.request) and lines is None
+    last = LOG_LINES if lines is None else lines
+    tails = {p.stem: log_files.whole(p) if every else log_files.tail(p, last) for p in paths}
+    found = _print_logs(args, tails)
+    if args.request and not found and not args.follow:
+        where = "kept" if every else f"among the last {last} of each log"
+        return complain(
+            f"no line {where} names {args.request!r}",
+            'only requests that failed or were slow have lines, and every request at log_level = "debug"',
+            code=1,
+        )
     while args.follow and run_dir.running():
         time.sleep(FOLLOW_PAUSE_S)
         _print_logs(args, {name: list(f.new_lines()) for name, f in followers.items()})
@@ -148,7 +162,7 @@ def restart(args: argparse.Namespace) -> int:
     assert run_dir is not None
     answer = control.ask(run_dir.control, {"op": "restart", "name": args.process})
     if not answer.get("ok"):
-        raise RequestError(str(answer.get("error")), fix=answer.get("fix"))
+        raise ConfigError(str(answer.get("error")), field="process", fix=answer.get("fix"))
     _print(args, answer, [f"{args.process} of {run_dir.name} is being restarted; see `splitserve status`"])
     return 0
 
@@ -285,7 +299,10 @@ def write_errors_to(path: Any) -> None:
 
 
 def _find(name: str, *, with_logs: bool = False, missing_ok: bool = False) -> RunDir | None:
-    """The deployment of this name, or the only one. PeerLost where there is none, ConfigError for several."""
+    """The deployment of this name, or the only one.
+
+    ConfigError for a name that is none's and for several; PeerLost where nothing is up.
+    """
     found = []
     for each in [name] if name else names():
         run_dir = RunDir(each)
@@ -300,9 +317,11 @@ def _find(name: str, *, with_logs: bool = False, missing_ok: bool = False) -> Ru
         raise ConfigError(f"{len(found)} deployments: {have}", field="name", fix="name the one that is meant")
     if found or missing_ok:
         return found[0] if found else None
-    raise PeerLost(
-        f"no deployment{f' {name!r}' if name else ''} is up", fix="start one: splitserve up deploy/demo.toml"
-    )
+    if name:
+        have = ", ".join(n for n in names() if RunDir(n).running())
+        fix = f"up: {have}" if have else "nothing is up; start one: splitserve up deploy/demo.toml"
+        raise ConfigError(f"no deployment {name!r} is up", field="name", fix=fix)
+    raise PeerLost("no deployment is up", fix="start one: splitserve up deploy/demo.toml")
 
 
 def _states(name: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -375,14 +394,24 @@ def _print(args: argparse.Namespace, body: dict[str, Any], lines: list[str]) -> 
     print(json.dumps(body) if args.json else "\n".join(lines).rstrip())
 
 
-def _print_logs(args: argparse.Namespace, tails: dict[str, list[str]]) -> None:
-    """Of all processes in the order of time; with --request only lines that name it."""
+def _print_logs(args: argparse.Namespace, tails: dict[str, list[str]]) -> int:
+    """Of all processes in the order of time; with --request only lines that name it. How many there were."""
+    num = 0
     for process, line in log_files.merged(tails, time.strftime("%H:%M:%S")):
         if args.request in line:
+            num += 1
             print(
                 json.dumps({"process": process, "line": line}) if args.json else f"{process:<12} | {line}",
                 flush=True,
             )
+
+    return num
+
+
+def _count(text: str, flag: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{flag} {text}: not a whole number", field=flag, fix=f"for example {flag} 60")
+    return int(text)
 
 
 def _number(text: str, flag: str) -> float:

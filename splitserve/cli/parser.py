@@ -149,7 +149,13 @@ def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request", default="", metavar="ID", help="only lines that name it (a rid or X-Request-Id)"
     )
-    parser.add_argument("--lines", "-n", default="50", metavar="N", help="last lines of each (default: 50)")
+    parser.add_argument(
+        "--lines",
+        "-n",
+        default="",
+        metavar="N",
+        help="last lines of each (default: 50; with --request all that are kept)",
+    )
     _json(parser)
 
 

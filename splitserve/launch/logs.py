@@ -42,14 +42,34 @@ def bound(path: Path, max_bytes: int) -> bool:
     return True
 
 
-def tail(path: Path, lines: int, *, max_bytes: int = 64 * 1024) -> list[str]:
-    """The last `lines` lines, [] where there is no such file."""
+def tail(path: Path, lines: int, *, block: int = 64 * 1024) -> list[str]:
+    """The last `lines` lines, [] where there is no such file. Reads from the end, `block` bytes and more if need be."""
+    if lines <= 0:
+        return []
     try:
         with path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - max_bytes))
-            return log.read().decode(errors="replace").splitlines()[-lines:]
+            size = os.fstat(log.fileno()).st_size
+            while True:
+                log.seek(max(0, size - block))
+                read = log.read()
+                if block >= size or read.count(b"\n") > lines:
+                    return _lines(read)[-lines:]
+                block *= 4
     except FileNotFoundError:
         return []
+
+
+def whole(path: Path) -> list[str]:
+    """Every line that is kept of a log, the older part first; [] where there is no such file."""
+    found = b""
+    for part in (path.with_name(path.name + ".1"), path):
+        with contextlib.suppress(FileNotFoundError):
+            found += part.read_bytes()
+    return _lines(found)
+
+
+def _lines(raw: bytes) -> list[str]:
+    return raw.decode(errors="replace").splitlines()
 
 
 def merged(tails: Mapping[str, Sequence[str]], now: str) -> list[tuple[str, str]]:

@@ -348,7 +348,9 @@ class Supervisor:
                 return {"ok": True}
             case {"op": "restart"}:
                 raise RequestError(
-                    "restart: no such process", field="name", fix=f"one of {', '.join(self._specs)}"
+                    f"{self._deployment.name} has no process {request.get('name')!r}",
+                    field="name",
+                    fix=f"one of {', '.join(self._specs)}",
                 )
             case {"op": "fence", "pid": int(pid), "start": int(start)}:
                 answer = await fence(Identity(pid, start), self._known())

@@ -19,6 +19,7 @@ from splitserve.cli import flags, parser
 from splitserve.config import EngineConfig, RouterConfig, ServerConfig, TransferConfig
 from splitserve.errors import ConfigError, InvariantError, Overloaded
 from splitserve.launch.commands import fill, to_flags
+from splitserve.launch.rundir import RunDir
 
 BUG = "this is a bug; SPLITSERVE_DEBUG=1 shows where"
 
@@ -90,7 +91,7 @@ def test_debug_shows_the_traceback_instead(monkeypatch: pytest.MonkeyPatch):
             "'x' in 'http://h:1,x' is no",
             None,
         ),
-        (["logs", "--lines", "many"], "--lines many: not a number", None),
+        (["logs", "--lines", "many"], "--lines many: not a whole number", None),
     ],
 )
 def test_wrong_words_exit_with_2_and_a_fix(
@@ -220,3 +221,72 @@ def test_up_knows_before_it_starts_anything(
     assert told.startswith("error: ")
     assert says in told
     assert not list(tmp_path.rglob("*.log")), "a process was started"
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[RunDir]:
+    """A deployment that is up, as far as its directory says, with 60 lines of log of one process."""
+    run_dir = RunDir("demo")
+    run_dir.acquire()
+    lines = [f"10:00:{i:02} INFO request r{i}.\n" for i in range(60)]
+    run_dir.log("decode-0").write_text("".join(lines))
+    refused = {"ok": False, "error": "demo has no process 'nosuch'", "fix": "one of router, decode-0"}
+    monkeypatch.setattr("splitserve.launch.control.ask", lambda *_: refused)
+    yield run_dir
+    run_dir.release()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["restart", "nosuch"], "demo has no process 'nosuch'"),
+        (["restart", "decode-0", "other"], "no deployment 'other' is up"),
+        (["logs", "nosuch"], "demo has no process 'nosuch'"),
+        (["logs", "demo", "nosuch"], "demo has no process 'nosuch'"),
+        (["logs", "other", "decode-0"], "no deployment 'other' is up"),
+        (["logs", "-n", "many"], "--lines many"),
+        (["logs", "-n", "-1"], "--lines"),
+        (["logs", "-n", "inf"], "--lines inf"),
+    ],
+)
+@pytest.mark.usefixtures("demo")
+def test_a_name_that_is_none_is_a_wrong_word(
+    capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert error in err
+    assert "fix: " in err
+
+
+def test_what_is_not_up_is_down_already(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["down", "nosuch"]) == 0
+    assert "nothing is up under the name nosuch" in capsys.readouterr().out
+    assert cli.main(["restart", "decode-0"]) == 1
+    assert cli.main(["status", "nosuch"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "num"),
+    [([], 50), (["-n", "0"], 0), (["-n", "3"], 3), (["--request", "r1."], 1), (["--request", "request"], 60)],
+)
+@pytest.mark.usefixtures("demo")
+def test_as_many_lines_of_a_log_as_asked_for(
+    capsys: pytest.CaptureFixture[str], words: list[str], num: int
+) -> None:
+    assert cli.main(["logs", *words]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == num
+
+
+@pytest.mark.parametrize(
+    ("words", "where"), [([], "no line kept"), (["-n", "5"], "no line among the last 5 of each log")]
+)
+@pytest.mark.usefixtures("demo")
+def test_a_request_that_no_line_names_is_said(
+    capsys: pytest.CaptureFixture[str], words: list[str], where: str
+) -> None:
+    assert cli.main(["logs", "--request", "r1.nosuch", *words]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{where} names 'r1.nosuch'" in said.err
+    assert "log_level" in said.err

@@ -174,6 +174,23 @@ def test_tail_of_no_file_is_empty(tmp_path: Path):
     assert logs.tail(tmp_path / "no.log", 5) == []
 
 
+@pytest.mark.parametrize("num", [0, 1, 3, 10, 99, 1000])
+@pytest.mark.parametrize("block", [1, 64, 1 << 16])
+def test_a_tail_has_exactly_the_last_lines_however_long_they_are(tmp_path: Path, num: int, block: int):
+    lines = [f"line {i} " + "x" * (7 * i % 50) for i in range(100)]
+    (tmp_path / "x.log").write_text("\n".join(lines) + "\n")
+    assert logs.tail(tmp_path / "x.log", num, block=block) == (lines[-num:] if num else [])
+
+
+def test_all_that_is_kept_of_a_log_begins_with_its_older_part(tmp_path: Path):
+    log = tmp_path / "x.log"
+    assert logs.whole(log) == []
+    log.write_text("".join(f"{i}\n" for i in range(10)))
+    logs.bound(log, 12)
+    log.write_text("new\n")
+    assert logs.whole(log) == ["8", "9", "new"]
+
+
 def test_an_identity_knows_its_process_from_the_next_of_that_pid():
     with sleeper() as child:
         who = Identity.of(child.pid)
