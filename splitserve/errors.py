@@ -22,7 +22,8 @@
     └── InvariantError         a `check()` failed: something owned was lost or shared       HTTP 500
 
 Every error has a stable `code` (clients may match on it), an HTTP `status`, and a message that holds the numbers.
-`field` names the request field at fault; `fix` says what to do. Statuses are those that sglang_router passes through
+`field` names the request field at fault; `fix` says what to do, and over HTTP there is always one: `usual_fix` of the
+class where a place has none of its own. Statuses are those that sglang_router passes through
 unchanged: it turns others (409, 429, 504) into 500 and retries them.
 """
 
@@ -36,6 +37,7 @@ class SplitserveError(Exception):
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
+    usual_fix: ClassVar[str] = ""
 
     def __init__(self, message: str, *, field: str | None = None, fix: str | None = None) -> None:
         super().__init__(message)
@@ -44,15 +46,15 @@ class SplitserveError(Exception):
         self.fix = fix
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's error object: {"message", "type", "param", "code"} and our "fix" where there is one."""
+        """OpenAI's error object: {"message", "type", "param", "code"} and our "fix"."""
         body: dict[str, Any] = {
             "message": self.message,
             "type": _error_type(self.status),
             "param": self.field,
             "code": self.code,
         }
-        if self.fix:
-            body["fix"] = self.fix
+        if fix := self.fix or self.usual_fix:
+            body["fix"] = fix
         return body
 
 
@@ -79,39 +81,47 @@ class PortTaken(ConfigError):
 class RequestError(SplitserveError):
     code = "invalid_request"
     status = 400
+    usual_fix = "the message says what is wrong; docs/api.md has the fields"
 
 
 class NotFound(RequestError):
     code = "not_found"
     status = 404
+    usual_fix = "docs/api.md lists the paths and docs/router.md the router's; GET /openapi.json too"
 
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+    usual_fix = "GET /v1/models says which it has"
 
 
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     status = 413
+    usual_fix = "send less, or raise max_body_mb"
 
 
 class HeadTooLarge(RequestError):
     code = "head_too_large"
     status = 431
+    usual_fix = "send fewer or shorter headers"
 
 
 class RequestTimeout(RequestError):
     code = "request_timeout"
+    usual_fix = "send it faster, in one go"
 
 
 class Unauthorized(SplitserveError):
     code = "unauthorized"
     status = 401
+    usual_fix = "send a key as `Authorization: Bearer KEY`"
 
 
 class Overloaded(SplitserveError):
     code = "overloaded"
     status = 503
+    usual_fix = "try again after the seconds of Retry-After"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
@@ -121,11 +131,13 @@ class Overloaded(SplitserveError):
 class DeadlineExceeded(SplitserveError):
     code = "deadline_exceeded"
     status = 503
+    usual_fix = "ask for fewer tokens, or try again when less is going on"
 
 
 class TransferError(SplitserveError):
     code = "transfer_failed"
     status = 503
+    usual_fix = "try again; `splitserve logs` says why"
 
 
 class FetchError(SplitserveError):
@@ -135,6 +147,7 @@ class FetchError(SplitserveError):
 class PeerLost(SplitserveError):
     code = "peer_lost"
     status = 502
+    usual_fix = "try again; `splitserve logs` says what died"
 
 
 class EngineLost(PeerLost):
@@ -143,10 +156,12 @@ class EngineLost(PeerLost):
 
 class ProtocolError(SplitserveError):
     code = "protocol_error"
+    usual_fix = "run the same version of splitserve everywhere"
 
 
 class InvariantError(SplitserveError):
     code = "invariant_error"
+    usual_fix = "restart it and report this, with what `splitserve logs` shows"
 
 
 def by_code(code: str, message: str) -> SplitserveError:

@@ -16,6 +16,9 @@ Headers = Iterable[tuple[str, str]]
 
 RawHeaders = list[tuple[bytes, bytes]]
 
+AN_OBJECT = "send one JSON object in UTF-8, as docs/api.md shows"
+"""What to do about a body that is none."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -120,7 +120,7 @@ class RouterApp:
         elif path in self._known_paths:
             raise RequestError(f"{path} does not take {request.method}", field="method")
         else:
-            raise NotFound(f"no route {request.method} {path}")
+            raise NotFound(f"no route {request.method} {path[:200]}", fix="docs/router.md lists the paths")
 
     # -------------------------------------------------------------- state
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from splitserve.errors import RequestError
+from splitserve.net.request import AN_OBJECT
 
 OURS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "splitserve_resume", "kv_transfer_params")
 ROOM_SPACE = 1 << 16  # rooms that one request may use, one for each choice
@@ -103,7 +104,7 @@ def prepare(
                 fields.pop(name, None)
             body = _encode(fields)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as e:
-        raise RequestError(f"the body is no JSON object: {e}") from None
+        raise RequestError(f"the body is no JSON object: {e}", fix=AN_OBJECT) from None
     opened = body.rstrip()[:-1].rstrip()
     more = b"" if opened.endswith(b"{") else b","
     if seed is not None and (asked.seed is msgspec.UNSET or asked.seed is None):

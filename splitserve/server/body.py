@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from splitserve.errors import RequestError
+from splitserve.net.request import AN_OBJECT
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -24,11 +25,11 @@ def read_object(raw: bytes) -> dict[str, Any]:
     try:
         found = _decoder.decode(raw)
     except RecursionError:
-        raise RequestError("the body is JSON nested too deeply") from None
+        raise RequestError("the body is JSON nested too deeply", fix=AN_OBJECT) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RequestError(f"the body is not valid JSON: {e}") from None
+        raise RequestError(f"the body is not valid JSON: {e}", fix=AN_OBJECT) from None
     if not isinstance(found, dict):
-        raise RequestError(f"the body must be a JSON object, not {_name(found)}")
+        raise RequestError(f"the body must be a JSON object, not {_name(found)}", fix=AN_OBJECT)
     return found
 
 

@@ -34,13 +34,13 @@ _ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "code"],
+            "required": ["message", "type", "code", "fix"],
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "code": {"type": "string"},
                 "param": {"type": ["string", "null"], "description": "the field at fault"},
-                "fix": {"type": ["string", "null"], "description": "what to do about it"},
+                "fix": {"type": "string", "description": "what to do about it"},
             },
         }
     },

@@ -384,7 +384,9 @@ def test_openapi_is_an_engines_cut_to_what_passes_through_and_our_own() -> None:
 def test_unknown_paths_and_methods() -> None:
     async def run() -> None:
         async with running([]) as router:
-            assert (await get(router, "/nothing")).status == 404
+            missing = await get(router, "/nothing")
+            assert missing.status == 404
+            assert missing.error["fix"] == "docs/router.md lists the paths"
             assert (await get(router, "/generate")).status == 400
             assert (await ask(port_of(router), "PUT", "/workers", {})).status == 400
             assert (await ask(port_of(router), "POST", "/workers/x/y", {})).status == 404

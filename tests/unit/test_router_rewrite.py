@@ -84,8 +84,9 @@ def test_no_seed_where_none_is_wanted() -> None:
     ],
 )
 def test_no_object_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestError, match="no JSON object"):
+    with pytest.raises(RequestError, match="no JSON object") as refused:
         prepare(body, seed=None)
+    assert "one JSON object" in refused.value.to_dict()["fix"]
 
 
 def test_depth_is_bounded_without_a_crash() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from splitserve.errors import DeadlineExceeded, Overloaded, RequestError
+from splitserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FetchError,
+    Overloaded,
+    RequestError,
+    SplitserveError,
+)
 from splitserve.server.failures import FailureLog
 
 
@@ -48,3 +55,15 @@ def test_lines_are_bounded_for_each_code(said: list[str]) -> None:
 def test_what_the_client_did_wrong_is_not_logged(said: list[str]) -> None:
     FailureLog().failed(job(), RequestError("bad"))
     assert said == []
+
+
+def family(cls: type[SplitserveError]) -> list[type[SplitserveError]]:
+    own = [child for child in cls.__subclasses__() if child.__module__ == cls.__module__]
+    return [cls, *(c for child in own for c in family(child))]
+
+
+@pytest.mark.parametrize("cls", family(SplitserveError)[1:])
+def test_every_error_over_http_says_what_to_do(cls: type[SplitserveError]) -> None:
+    if not issubclass(cls, ConfigError | FetchError):  # those end a command, whose places know better
+        assert cls("it went wrong").to_dict()["fix"]
+    assert cls("it went wrong", fix="do this").to_dict()["fix"] == "do this"
