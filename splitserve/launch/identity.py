@@ -32,10 +32,10 @@ class Identity:
     def alive(self) -> bool:
         """True while it can still touch memory: a zombie cannot."""
         fields = _stat(self.pid)
-        return bool(fields) and int(fields[19]) == self.start and fields[0] not in ("Z", "X")
+        return bool(fields) and int(fields[19]) == self.start and _runs(self.pid)
 
     def kill_group(self) -> list[int]:
-        """SIGKILL to the process group that this process leads or led; the pids that were in it.
+        """SIGKILL to the process group that this process leads or led; the pids that ran in it: zombies do not.
 
         A leader that is gone may leave members behind (its number stays taken while the group lives). They are killed
         only if their command line is ours; nobody is, if the number belongs to another process by now.
@@ -43,7 +43,7 @@ class Identity:
         now = Identity.of(self.pid)
         if now not in (self, None):
             return []
-        members = [pid for pid in _pids() if _group_of(pid) == self.pid]
+        members = [pid for pid in _pids() if _group_of(pid) == self.pid and _runs(pid)]
         if now is None:
             members = [pid for pid in members if b"splitserve" in _bytes(f"/proc/{pid}/cmdline")]
         for pid in members:
@@ -113,6 +113,11 @@ def _pids() -> list[int]:
 def _group_of(pid: int) -> int:
     fields = _stat(pid)
     return int(fields[2]) if fields else -1
+
+
+def _runs(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def _bytes(path: str) -> bytes:

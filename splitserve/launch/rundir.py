@@ -127,7 +127,7 @@ class RunDir:
         return self._ended
 
     def release(self, *, keep_logs: bool = False) -> None:
-        """Remove the directory (but for the logs, if asked) and give the name back."""
+        """Remove the directory (but for logs that hold a word, if asked) and give the name back."""
         if self._lock is None:
             return
         self._remove_contents(keep_logs=keep_logs)
@@ -208,7 +208,7 @@ class RunDir:
 
     def _remove_contents(self, *, keep_logs: bool) -> None:
         for entry in self.path.iterdir():
-            if entry.name != "lock" and not (keep_logs and entry.name == "logs"):
+            if entry.name != "lock" and not (keep_logs and entry.name == "logs" and _says_anything(entry)):
                 _remove(entry)
 
 
@@ -224,6 +224,10 @@ def sweep(where: Path) -> None:
 
 def _identity(state: dict[str, Any]) -> Identity:
     return Identity(int(state["pid"]), int(state["start"]))
+
+
+def _says_anything(logs: Path) -> bool:
+    return any(p.stat().st_size for p in logs.iterdir())
 
 
 def _remove(path: Path) -> None:

@@ -275,7 +275,7 @@ def test_restart_by_an_operator(shell: Shell):
     until("it is ready again", lambda: shell.process("prefill-0")["phase"] == "ready"
           and shell.process("prefill-0")["pid"] != pid)  # fmt: skip
     wrong = shell("restart", "prefil-0")
-    assert wrong.returncode == 1
+    assert wrong.returncode == 2
     assert "one of prefill-0, decode-0, router" in wrong.stderr
     shell("down")
 

@@ -62,12 +62,23 @@ def test_what_a_killed_supervisor_left_is_ended_and_removed(where: Path):
         run = RunDir("d", where=where)
         run.acquire()
         run.write_state({"processes": [{"name": "decode-0", **asdict(who)}]})
+        run.log("decode-0").write_text("its last word\n")
         assert run._lock is not None
         os.close(run._lock)  # as the kernel does when the supervisor is killed
         assert RunDir("d", where=where).clean() == [f"decode-0 (pid {child.pid})"]
         assert child.wait(5) == -signal.SIGKILL
         assert [p.name for p in run.path.iterdir()] == ["logs"]
         assert RunDir("d", where=where).clean() == []
+
+
+def test_what_has_died_with_its_supervisor_is_not_said_to_have_been_ended():
+    with sleeper() as child:
+        who = Identity.of(child.pid)
+        assert who
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, until the block's end reaps it
+        assert who.exists
+        assert who.kill_group() == []
 
 
 def test_a_reused_pid_is_left_alone(where: Path):
@@ -99,6 +110,16 @@ def test_logs_are_kept_when_asked(where: Path):
     run.release(keep_logs=True)
     assert [p.name for p in run.path.iterdir()] == ["logs"]
     assert not run.running()
+
+
+@pytest.mark.parametrize("opened", [(), ("supervisor",)])
+def test_a_start_that_was_refused_leaves_no_directory(where: Path, opened: tuple[str, ...]):
+    run_dir = RunDir("demo", where=where)
+    run_dir.acquire()
+    for name in opened:
+        run_dir.log(name).touch()
+    run_dir.release(keep_logs=True)
+    assert list(where.iterdir()) == []
 
 
 def test_a_place_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
