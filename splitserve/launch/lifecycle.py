@@ -145,12 +145,17 @@ class Child:
     stage: int
     phase: Phase = Phase.WAITING
     deadline: float | None = None
-    loading: str = ""
+    said: str = ""  # the stage of its start that it has told of last
     done: float = 0.0
     url: str = ""
     restarts: list[float] = field(default_factory=list)
     num_restarts: int = 0
     again: bool = False  # an operator asked for a restart: start it when it is gone
+
+    @property
+    def loading(self) -> str:
+        """The stage of its start; "" once that is over, whatever it was at: a child that stops is at none."""
+        return self.said if self.phase is Phase.STARTING else ""
 
 
 class Lifecycle:
@@ -221,7 +226,7 @@ class Lifecycle:
         return [a for c in waiting if c.stage == stage for a in self._spawn(c, now)]
 
     def _spawn(self, child: Child, now: float) -> list[Action]:
-        child.phase, child.loading, child.done, child.again = Phase.STARTING, "", 0.0, False
+        child.phase, child.said, child.done, child.again = Phase.STARTING, "", 0.0, False
         child.deadline = now + self._config.ready_timeout_s
         return [Spawn(child.name)]
 
@@ -241,11 +246,11 @@ class Lifecycle:
             return told
         if "loading" in message:
             done = message.get("done", 0.0)
-            child.loading, child.done = (
+            child.said, child.done = (
                 str(message["loading"]),
                 float(done) if isinstance(done, int | float) else 0.0,
             )
-            return [Tell("loading", child.name, child.loading)]
+            return [Tell("loading", child.name, child.said)]
         return []
 
     def _probed(self) -> list[Action]:

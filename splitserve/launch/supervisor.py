@@ -373,12 +373,13 @@ class Supervisor:
     def _process_state(self, name: str) -> dict[str, Any]:
         spec, child, running = self._specs[name], self._lifecycle.children[name], self._running.get(name)
         here = running is not None and not running.ended
+        dying = running is not None and not here and child.phase in _ALIVE
         return {
             "name": name,
             "role": spec.role,
             "host": spec.host,
-            "phase": "dying" if running and not here and child.phase in _ALIVE else str(child.phase),
-            "loading": child.loading,
+            "phase": "dying" if dying else str(child.phase),
+            "loading": "" if dying else child.loading,
             "done": child.done,
             "pid": running.pid if running and here else None,
             "start": running.identity.start if running and here else None,

@@ -84,6 +84,21 @@ def test_progress_is_kept_and_told():
     assert life.handle(Line("decode-0", {"what": 1}), 1.0) == []
 
 
+def test_a_stage_of_the_start_is_gone_when_the_start_is_over():
+    life = up()
+    for event in (Restart("decode-0"), Exited("decode-0", -9)):
+        life.handle(event, 2.0)
+        child = life.children["decode-0"]
+        life.handle(Line("decode-0", {"loading": "first token", "done": 0.9}), 2.0)
+        assert (child.loading == "first token") is (child.phase is Phase.STARTING), child.phase
+    child.phase = Phase.STARTING
+    life.handle(Line("decode-0", {"loading": "first token", "done": 0.9}), 3.0)
+    assert child.loading == "first token"
+    for phase in set(Phase) - {Phase.STARTING}:
+        child.phase = phase
+        assert child.loading == ""
+
+
 @pytest.mark.parametrize(("code", "exit_code"), [(1, 1), (2, 2), (-9, 1), (0, 1)])
 def test_an_exit_before_the_deployment_was_up_stops_it_at_once(code: int, exit_code: int):
     life = Lifecycle(PAIR, CONFIG)
