@@ -1,4 +1,4 @@
-"""`bench --detach`, `bench status` and `bench results`: a measurement without a terminal, as a person handles it."""
+"""`bench --detach`, `bench status`, `results` and `remove`: a measurement without a terminal, as people handle it."""
 
 from __future__ import annotations
 
@@ -90,4 +90,18 @@ def results(words: Sequence[str], where: Path) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], Path], int]] = {"status": status, "results": results}
+def remove(words: Sequence[str], where: Path) -> int:
+    """Forget runs that have ended."""
+    p = Parser("splitserve bench remove", description="forget measurements that have ended")
+    p.add_argument("ids", nargs="+", metavar="ID")
+    for run in [runs.find(where, name) for name in p.parse_args(list(words)).ids]:
+        runs.remove(run)
+        print(f"removed {run.path.name}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], Path], int]] = {
+    "status": status,
+    "results": results,
+    "remove": remove,
+}

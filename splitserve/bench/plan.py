@@ -107,7 +107,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         "splitserve bench",
         description="measure a server from outside",
-        epilog="bench status [ID], bench results ID: what --detach has started; both take --json, results --html FILE",
+        epilog="what --detach has started: bench status [ID], bench results ID (both take --json, results --html FILE),"
+        " bench remove ID",
         allow_abbrev=False,
     )
     p.add_argument(

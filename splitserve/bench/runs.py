@@ -6,8 +6,8 @@
       report.txt  log        its stdout and stderr
       result.json page.html  at the end
 
-A run is an ordinary `splitserve bench` in a session of its own, with its words and --recorded DIR. Nothing is removed
-here: the directory of runs goes when the system clears it, or when a person does.
+A run is an ordinary `splitserve bench` in a session of its own, with its words and --recorded DIR. The newest `KEEP`
+are kept: a new one removes what is older and has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from typing import Any
 from splitserve.errors import ConfigError
 from splitserve.locks import is_held, write_private
 from splitserve.net.keys import ENVIRONMENT
+
+KEEP = 20
 
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _LOCK, _STATE, _LOG, _REPORT, _RESULT, _PAGE = (
@@ -136,7 +139,18 @@ def begin(where: Path, words: Sequence[str], *, url: str, program: Sequence[str]
             )
     finally:
         os.close(lock)
+    for old in newest_first(where)[KEEP:]:
+        if not is_held(old.path / _LOCK):
+            shutil.rmtree(old.path, ignore_errors=True)
     return run
+
+
+def remove(run: Run) -> None:
+    """Remove all that a run has left. ConfigError while it runs."""
+    if is_held(run.path / _LOCK):
+        pid = run.read().pid
+        raise ConfigError(f"{run.path.name} is running", field="id", fix=f"wait, or end it first: kill {pid}")
+    shutil.rmtree(run.path)
 
 
 def find(where: Path, name: str) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import json
 import math
@@ -542,6 +543,33 @@ def test_no_such_run_is_a_wrong_word(tmp_path: Path, name: str) -> None:
         with pytest.raises(ConfigError, match="no run"):
             run([command, name], runs_dir=tmp_path)
     assert run(["status"], runs_dir=tmp_path) == 0
+
+
+def ended_run(where: Path, number: int) -> runs.Run:
+    """A run of long ago."""
+    run_ = runs.Run(where / f"20260101-000000-{number:04x}")
+    run_.path.mkdir(parents=True)
+    run_.write(runs.State(run_.path.name, "h:1", (), 1, 0.0, "done", 0, 1.0))
+    (run_.path / "lock").touch()
+    return run_
+
+
+def test_runs_that_have_ended_go_when_told_and_when_there_are_many(tmp_path: Path) -> None:
+    where = tmp_path / ".bench"
+    old = [ended_run(where, number) for number in range(runs.KEEP + 2)]
+    with open(old[0].path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # still running
+        with pytest.raises(ConfigError, match="is running"):
+            run(["remove", old[0].path.name], runs_dir=where)
+        assert run(["h:1", "--detach"], program=("true",), runs_dir=where) == 0
+        left = [one.path.name for one in runs.newest_first(where)]
+    assert len(left) == runs.KEEP + 1
+    assert old[0].path.name in left
+    assert [one.path.name in left for one in old[1:5]] == [False, False, True, True]
+    assert run(["remove", left[-1], left[-2]], runs_dir=where) == 0
+    assert len(runs.newest_first(where)) == runs.KEEP - 1
+    with pytest.raises(ConfigError, match="no run"):
+        run(["remove", left[-1]], runs_dir=where)
 
 
 def test_what_cannot_be_is_said_before_anything_is_started(tmp_path: Path) -> None:
