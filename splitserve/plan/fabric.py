@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from statistics import median
 
-from splitserve.transfer.lanes import PEER_MEMORY, slow_lane
+from splitserve.transfer.lanes import PEER_MEMORY, large_lane, slow_lane
 
 HALVED = 0.6
 """Of the median link: below it a link is narrower, slower or longer than its neighbours."""
@@ -209,7 +209,7 @@ def _fallbacks(fabric: Fabric) -> list[Finding]:
 
 def _wrong_lane(fabric: Fabric, link: Link) -> str:
     """What gives a pair away, "" for nothing. GPUs without peer access have no better lane: only a slow one tells."""
-    if "tcp" in link.lane.lower():
+    if "tcp" in large_lane(link.lane):
         return f"over {link.lane}"
     if fabric.memory == GPU and _below_copy(fabric, link) and slow_lane("", link.lane):
         return f"over {link.lane}, not over {PEER_MEMORY}"

@@ -15,12 +15,17 @@ def on_one_host(mine: Card, theirs: Card) -> bool:
     return mine.host == theirs.host and _on_gpu(mine) and _on_gpu(theirs)
 
 
+def large_lane(lane: str) -> str:
+    """Of a lane that differs by size ("0..8184: tcp/lo; 8185..inf: cma/memory"): what carries large writes."""
+    return lane.rsplit("; ", 1)[-1]
+
+
 def slow_lane(peer: str, lane: str) -> str:
     """What to warn of where large writes between GPUs of one host do not go to peer memory, else "".
 
     `lane` may name one lane for each range of sizes, largest last (nixl.put_lanes); "" and "unknown" say nothing.
     """
-    large = lane.rsplit("; ", 1)[-1]
+    large = large_lane(lane)
     if large in ("", "unknown") or PEER_MEMORY in large:
         return ""
     return (
