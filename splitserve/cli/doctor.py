@@ -95,7 +95,8 @@ def _plan(loaded: Deployment, found: Topology) -> tuple[Plan, Ports]:
             needed.update({str(group.role): footprint} if footprint else {})
         except SplitserveError as e:
             models.append(Model(group.engine.model, e.message, e.fix or ""))
-    plan = Plan(loaded.path, tuple(dict.fromkeys(models)), uses_nixl=loaded.transfer.transport == "nixl")
+    uses_nixl = loaded.transfer.transport == "nixl"
+    plan = Plan(loaded.path, tuple(dict.fromkeys(models)), uses_nixl=uses_nixl, name=loaded.name)
     try:
         plan = replace(plan, warning="; ".join(dict.fromkeys(check_engines(loaded.groups))))
         specs = placement.place(found, loaded)

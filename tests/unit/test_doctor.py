@@ -13,6 +13,7 @@ import pytest
 from doctor_facts import GIB, LAPTOP, PACKAGES, RDMA, box, gpu, tree
 
 from splitserve import cli
+from splitserve.launch import rundir
 from splitserve.launch import topology as machine
 from splitserve.launch.doctor import CHECKS, examine, gather
 from splitserve.launch.doctor.facts import Clock, Disk, Facts, HugePages, Lanes, Limits, Model, Plan, Port
@@ -65,6 +66,12 @@ TAKEN = Port(
     "router.http", "127.0.0.1", 8000, "port 8000 on 127.0.0.1, wanted for router.http, is taken", "ss -ltnp"
 )
 FILE = Plan("x.toml", (Model("m"),))
+
+
+def held_by(holder: str, *, of: str) -> Facts:
+    """Port 8000 is taken by the deployment `holder`, and the file is that of `of`, or there is none."""
+    return laptop(ports=(replace(TAKEN, holder=holder),), plan=replace(FILE, name=of) if of else None)
+
 
 CASES: list[tuple[str, Facts, Level, str, str]] = [
     ("python", laptop(software=replace(LAPTOP.software, python=(3, 10, 4))), FAILURE, "3.10.4 at", "Python 3.11"),
@@ -133,6 +140,9 @@ CASES: list[tuple[str, Facts, Level, str, str]] = [
     ("clock", laptop(clock=Clock(True, True, 0.5)), WARNING, "off by at most 500 ms", "chronyc"),
     ("clock", laptop(clock=Clock(False)), OK, "does not say", ""),
     ("ports", laptop(ports=(TAKEN,)), FAILURE, "wanted for router.http, is taken", "ss -ltnp"),
+    ("ports", held_by("demo", of="demo"), OK, "deployment demo is up and has 8000 (router.http)", ""),
+    ("ports", held_by("demo", of=""), OK, "deployment demo is up", ""),
+    ("ports", held_by("demo", of="other"), FAILURE, "is taken", "splitserve down demo"),
     ("ports", laptop(ports=(Port("a.http", "h", 40000),)), WARNING, "any program", "ip_local_reserved_ports=40000"),
     ("environment", env(box(), CUDA_VISIBLE_DEVICES="0,1"), WARNING, "counts all 4 GPUs", "unset CUDA_VISIBLE"),
     ("environment", env(box(), NCCL_P2P_DISABLE="1"), WARNING, "through host memory", "unset NCCL_P2P_DISABLE"),
@@ -199,6 +209,23 @@ def test_a_port_that_somebody_listens_on_is_a_fact():
         )
     finding = found(facts, "ports")
     assert (finding.level, f"port {port} on 127.0.0.1" in finding.text) == (FAILURE, True)
+
+
+def test_a_port_of_a_deployment_that_is_up_is_known_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    up = rundir.RunDir("mine")
+    up.acquire()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        up.write_state({"processes": [{"name": "router", "ports": {"http": port}}]})
+        wished = [("router.http", "127.0.0.1", port)]
+        (seen,) = gather.gather(machine.read(), gather.read_software(), ports=wished).ports
+        assert seen.holder == "mine"
+        up.release()  # and somebody else's, once it is down
+        (seen,) = gather.gather(machine.read(), gather.read_software(), ports=wished).ports
+        assert (bool(seen.trouble), seen.holder) == (True, "")
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:

@@ -60,13 +60,17 @@ class HugePages:
 
 @dataclass(frozen=True)
 class Port:
-    """A port that somebody wants here. `trouble` is why it cannot be had, "" where it can."""
+    """A port that somebody wants here. `trouble` is why it cannot be had, "" where it can.
+
+    `holder` is the deployment of this user that is up and has it, "" where it is somebody else's.
+    """
 
     name: str
     host: str
     port: int
     trouble: str = ""
     fix: str = ""
+    holder: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Plan:
     warning: str = ""  # of another engine's version
     trouble: str = ""
     fix: str = ""
+    name: str = ""  # of the deployment
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ torch and NIXL are looked for, not imported. Paths hang from `root` where tests 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -144,5 +145,17 @@ def _port(name: str, host: str, port: int) -> Port:
         try:
             claims.claim(name, host, port=port)
         except PortTaken as e:
-            return Port(name, host, port, e.message, e.fix or "")
+            return Port(name, host, port, e.message, e.fix or "", _holder(port))
     return Port(name, host, port)
+
+
+def _holder(port: int) -> str:
+    """The deployment of this user that is up and has a process at this port, by what its supervisor wrote."""
+    with contextlib.suppress(ConfigError, OSError):
+        for name in rundir.names():
+            found = rundir.RunDir(name)
+            state = found.read_state() or {}
+            held = {taken for p in state.get("processes", []) for taken in p.get("ports", {}).values()}
+            if port in held and found.running():
+                return name
+    return ""

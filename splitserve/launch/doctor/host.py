@@ -128,9 +128,16 @@ def clock(facts: Facts) -> Verdict:
 
 
 def ports(facts: Facts) -> Verdict:
-    taken = [p for p in facts.ports if p.trouble]
+    mine = facts.plan.name if facts.plan else ""
+    own = [p for p in facts.ports if p.trouble and p.holder and p.holder == (mine or p.holder)]
+    taken = [p for p in facts.ports if p.trouble and p not in own]
     if taken:
-        return failure("; ".join(p.trouble for p in taken), taken[0].fix)
+        up = next((p.holder for p in taken if p.holder), "")
+        fix = f"`splitserve down {up}`, which is up and has it; or another port" if up else taken[0].fix
+        return failure("; ".join(p.trouble for p in taken), fix)
+    if own:
+        held = ", ".join(f"{p.port} ({p.name})" for p in own)
+        return fine(f"deployment {own[0].holder} is up and has {held}")
     if not facts.ports:
         return fine("the file names none: free ones are taken")
     low, high = facts.ephemeral
