@@ -26,6 +26,7 @@ from splitserve.launch.procs import ProcSpec
 from splitserve.launch.rundir import RunDir, names
 from splitserve.launch.supervisor import Move, Outcome, Supervisor
 from splitserve.net import keys
+from splitserve.ops.code_place import is_compiled
 from splitserve.ops.kernels.archs import kernel_path
 
 FOLLOW_PAUSE_S = 0.2
@@ -58,8 +59,12 @@ def up(args: argparse.Namespace) -> int:
     fits.check_memory(machine, specs, needed)
     if args.detach:
         return detach(args, deployment)
-    path = _kernel_path(machine, specs)
-    notes = {"kernels": path, **({"fabric": note} if note else {})}
+    told = {
+        "kernels": _kernel_path(machine, specs),
+        "first start": _first_start(deployment) if ours else "",
+        "fabric": note,
+    }
+    notes = {name: text for name, text in told.items() if text}
     if args.dry_run:
         return dry_run(args, deployment, specs, notes)
     run_dir = RunDir(deployment.name)
@@ -202,6 +207,14 @@ def _kernel_path(machine: topology.Topology, specs: list[ProcSpec]) -> str:
     """Which kernels the engines of these processes take, so that nobody is on a fallback without knowing it."""
     used = {index for spec in specs for index in spec.gpus}
     return kernel_path([(g.name, g.arch) for g in machine.gpus if g.index in used])
+
+
+def _first_start(deployment: Deployment) -> str:
+    """A line where engines here will compile their kernels, so that nobody thinks every start takes as long."""
+    engines = [g.engine for g in deployment.groups if not g.program.foreign]
+    if is_compiled() or not any(e.device == "cpu" and e.dtype in ("auto", "f32") for e in engines):
+        return ""
+    return "float32 kernels are compiled for this CPU, once: up to a minute longer, at the stage weights"
 
 
 def detach(args: argparse.Namespace, deployment: Deployment) -> int:

@@ -5,6 +5,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from splitserve import cli
+from splitserve.ops import code_place
 from splitserve.ops.cpu.compiled import prune
 
 
@@ -43,3 +47,17 @@ def test_many_at_once_are_as_one(tmp_path):
 
 def test_a_parent_that_is_gone_or_closed_is_no_error(tmp_path):
     prune(tmp_path / "gone", "splitserve-own")
+
+
+def test_a_first_start_says_that_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    dry = ["up", "deploy/demo.toml", "--dry-run", "--set", "router.port=0"]
+    assert cli.main(dry) == 0
+    assert "first start: float32 kernels are compiled" in capsys.readouterr().out
+    (place,) = code_place.places(str(tmp_path))
+    (place / "cpu").mkdir(parents=True)
+    (place / "cpu" / "decoder.attend-1.py311.nbi").touch()
+    assert cli.main(dry) == 0
+    assert "first start" not in capsys.readouterr().out

@@ -10,7 +10,6 @@ says inline="always", and loops are called by address where they can be (atomics
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -22,11 +21,12 @@ from typing import Any
 
 import numba
 
+from splitserve.ops.code_place import PREFIX, places
+
 ANY_ORDER = {"reassoc", "nsz", "contract"}
 """fastmath of loops whose sums may be reordered. Such a loop is compiled once: the order is the row length's alone."""
 
 
-_PREFIX = "splitserve-"
 _KEPT = 4  # directories of code, the one in use among them
 _UNUSED_S = 3600.0  # a process that starts meanwhile has found its own by then, or compiled it
 
@@ -67,20 +67,14 @@ def _kept() -> Iterator[bool]:
 @cache
 def _directory(chosen: str) -> str:
     """Where NUMBA_CACHE_DIR says, beside this file or in the user's cache; "" where none of them can be written."""
-    here = Path(__file__).parent
-    contents = hashlib.sha256()
-    for file in sorted(here.rglob("*.py")):
-        contents.update(file.read_bytes())
-    name = f"{_PREFIX}{contents.hexdigest()[:16]}"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for parent in (Path(chosen),) if chosen else (here / "__pycache__", user / "splitserve"):
+    for place in places(chosen):
         try:
-            (parent / name).mkdir(parents=True, exist_ok=True)
+            place.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
-        if os.access(parent / name, os.W_OK):
-            prune(parent, name)
-            return str(parent / name)
+        if os.access(place, os.W_OK):
+            prune(place.parent, place.name)
+            return str(place)
     return ""
 
 
@@ -93,12 +87,12 @@ def prune(parent: Path, own: str) -> None:
     used = {}
     with suppress(OSError):
         os.utime(parent / own)
-        for place in parent.glob(f"{_PREFIX}*"):
+        for place in parent.glob(f"{PREFIX}*"):
             with suppress(OSError):  # another process was faster
                 used[place] = place.stat().st_mtime
     for place in sorted(used, key=used.__getitem__, reverse=True)[_KEPT:]:
         if time.time() - used[place] > _UNUSED_S and place.name != own:
             with suppress(OSError):
                 place.rename(parent / f".{place.name}-{os.getpid()}")
-    for place in parent.glob(f".{_PREFIX}*"):
+    for place in parent.glob(f".{PREFIX}*"):
         shutil.rmtree(place, ignore_errors=True)
