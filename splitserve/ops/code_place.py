@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parent / "cpu"
 
 
 def places(chosen: str) -> list[Path]:
-    """Where the code may lie, best first: in `chosen` (NUMBA_CACHE_DIR), else beside the package or in the user's cache."""
+    """Where the code may lie, best first: in `chosen` (NUMBA_CACHE_DIR), else beside the package or in the user's."""
     contents = hashlib.sha256()
     for file in sorted(_PACKAGE.rglob("*.py")):
         contents.update(file.read_bytes())
