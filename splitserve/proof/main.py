@@ -109,9 +109,10 @@ class Proof:
             self._specs, self._tp = _specs(facts["decode"]), int(facts["decode"]["tp"])
             equal = facts["prefill"]["tp"] == self._tp
             tp = self._tp if equal else 1
-            self._unified = Side(
-                client, await unified_engine(facts["prefill"], self._say, closing, tp=tp), "unified"
+            unified = await unified_engine(
+                facts["prefill"], self._say, closing, tp=tp, key_file=doors.engine_key_file
             )
+            self._unified = Side(client, unified, "unified", api_key=doors.decode.key)
             self._bound = EQUAL_TP_BOUND if equal else UNEQUAL_TP_BOUND
             await self._decode.operate("digests", all=True)
             closing.push_async_callback(self._decode.operate, "digests", all=False)

@@ -38,6 +38,7 @@ class Doors:
     router: Door
     prefill: Door
     decode: Door
+    engine_key_file: str = ""
 
 
 async def stage(file: str, say: Say, closing: AsyncExitStack) -> Doors:
@@ -54,17 +55,22 @@ async def stage(file: str, say: Say, closing: AsyncExitStack) -> Doors:
     return _doors(found)
 
 
-async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitStack, *, tp: int = 1) -> str:
-    """Start one engine of `tp` ranks that computes everything itself, with the settings of `facts`; its address."""
+async def unified_engine(
+    facts: Mapping[str, Any], say: Say, closing: AsyncExitStack, *, tp: int = 1, key_file: str = ""
+) -> str:
+    """Start one engine of `tp` ranks that computes everything itself, with the settings of `facts`; its address.
+
+    It asks for the keys of `key_file`, as those do that it is compared with.
+    """
     say("starting a unified engine to compare with")
-    argv = [*PROGRAM, "serve", str(facts["model_path"]), "--role", "unified", "--tp", str(tp)]
-    for field in SAME_FIELDS:
-        argv += [f"--{field.replace('_', '-')}", str(facts[field])]
-    argv += ["--num-pages", str(facts["num_pages"]), "--threads", str(facts["threads"])]
-    argv += ["--cpus", ",".join(str(c) for c in facts["cpus"])]
     gpus, env = _gpus(facts, tp)
     process = await asyncio.create_subprocess_exec(
-        *argv, *gpus, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *PROGRAM,
+        *_words(facts, tp, key_file),
+        *gpus,
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     closing.push_async_callback(_stop, process)
     assert process.stdout is not None
@@ -81,6 +87,16 @@ async def unified_engine(facts: Mapping[str, Any], say: Say, closing: AsyncExitS
         raise ConfigError(f"the unified engine was not ready within {UP_S:g} s") from None
     words = " | ".join((await tail)[-3:])
     raise ConfigError(f"the unified engine ended before it was ready: {words}")
+
+
+def _words(facts: Mapping[str, Any], tp: int, key_file: str) -> list[str]:
+    """What tells `serve` to be that engine; also where defaults would do, since the environment may name others."""
+    words = ["serve", str(facts["model_path"]), "--role", "unified", "--tp", str(tp)]
+    words += ["--host", "127.0.0.1", "--port", "0", f"--api-key-file={key_file}"]
+    for field in SAME_FIELDS:
+        words += [f"--{field.replace('_', '-')}", str(facts[field])]
+    words += ["--num-pages", str(facts["num_pages"]), "--threads", str(facts["threads"])]
+    return [*words, "--cpus", ",".join(str(c) for c in facts["cpus"])]
 
 
 def _gpus(facts: Mapping[str, Any], tp: int) -> tuple[list[str], dict[str, str]]:
@@ -100,7 +116,8 @@ def _doors(found: Mapping[str, Any]) -> Doors:
             f"{found['name']} has no {' and no '.join(sorted(missing))}: there is no handoff to prove",
             fix="verify a deployment with [prefill] and [decode]",
         )
-    return Doors(*(Door(by_role[r], api_key(found, r)) for r in ("router", "prefill", "decode")))
+    router, prefill, decode = (Door(by_role[r], api_key(found, r)) for r in ("router", "prefill", "decode"))
+    return Doors(router, prefill, decode, found.get("engine_key_file", ""))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

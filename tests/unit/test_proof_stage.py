@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from splitserve.cli import flags
+from splitserve.cli.parser import parse
+from splitserve.config import ServerConfig
 from splitserve.launch import stage
-from splitserve.proof.stage import _gpus
+from splitserve.proof.stage import SAME_FIELDS, _gpus, _words
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,18 @@ def test_a_key_is_found_for_what_is_up_and_for_nobody_else(
     monkeypatch.setattr(stage.rundir, "names", lambda: ["starting", "d"])
     monkeypatch.setattr(stage, "state", {"starting": None, "d": found}.get)
     assert stage.running_key(url) == key
+
+
+@pytest.mark.parametrize("keys", ["", "/d/keys"])
+def test_the_engine_to_compare_with_has_the_keys_of_the_others_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    """Its host and port are this proof's own too: those of the environment are the deployment's."""
+    for name, value in (("API_KEY_FILE", "/e/keys"), ("PORT", "8001"), ("HOST", "0.0.0.0")):
+        monkeypatch.setenv(f"SPLITSERVE_SERVER_{name}", value)
+    facts: dict[str, Any] = dict.fromkeys(SAME_FIELDS, 1)
+    facts |= {"device": "cpu", "dtype": "f32", "kv_dtype": "auto", "speculative": "none"}
+    facts |= {"model_path": "m", "num_pages": 64, "threads": 1, "cpus": [0]}
+    args = parse(_words(facts, 1, keys))
+    config = flags.read(args, ServerConfig, "server")
+    assert (config.api_key_file, config.host, config.port) == (keys, "127.0.0.1", 0)
