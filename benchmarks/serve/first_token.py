@@ -22,10 +22,10 @@ from rich.table import Table
 from benchmarks.measure import keep, spread
 from splitserve.net.client import Client
 from splitserve.proof.sides import Side
-from splitserve.proof.stage import stage, unified_engine
+from splitserve.proof.stage import Door, stage, unified_engine
 
 
-async def first_token(client: Client, url: str, tokens: list[int]) -> float:
+async def first_token(client: Client, door: Door, tokens: list[int]) -> float:
     body = msgspec.json.encode(
         {
             "input_ids": tokens,
@@ -34,8 +34,9 @@ async def first_token(client: Client, url: str, tokens: list[int]) -> float:
         }
     )
     begun = time.perf_counter()
-    headers = (("content-type", "application/json"),)
-    async with client.stream("POST", url + "/generate", body=body, headers=headers) as s:
+    headers = [("content-type", "application/json")]
+    headers += [("authorization", f"Bearer {door.key}")] if door.key else []
+    async with client.stream("POST", door.url + "/generate", body=body, headers=headers) as s:
         assert s.status == 200, await s.read()
         first = 0.0
         async for _ in s.events():
@@ -46,16 +47,17 @@ async def first_token(client: Client, url: str, tokens: list[int]) -> float:
 async def measure(file: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
     async with AsyncExitStack() as closing:
         client = await closing.enter_async_context(Client())
-        urls = await stage(file, print, closing)
-        facts = await Side(client, urls.prefill, "prefill").facts()
-        unified = await unified_engine(facts, print, closing)
+        doors = await stage(file, print, closing)
+        facts = await Side(client, doors.prefill.url, "prefill", api_key=doors.prefill.key).facts()
+        keys = doors.engine_key_file
+        unified = Door(await unified_engine(facts, print, closing, key_file=keys), doors.prefill.key)
         rng = random.Random(1)
         rows = []
         for n in lengths:
             split_s, unified_s = [], []
             for i in range(repeats + 1):
                 prompts = [[rng.randrange(100, facts["vocab_size"]) for _ in range(n)] for _ in range(2)]
-                a = await first_token(client, urls.router, prompts[0])
+                a = await first_token(client, doors.router, prompts[0])
                 b = await first_token(client, unified, prompts[1])
                 if i:  # the first of each shape warms up
                     split_s.append(a)
