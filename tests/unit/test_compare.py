@@ -256,7 +256,8 @@ def test_the_page_draws_every_figure_and_needs_nothing_else(tmp_path: Any) -> No
     found["file"] = "<script>alert(1)</script>"
     html = report.to_html(found)
     assert "<script" not in html
-    assert "http" not in html.replace("http://127", "")
+    assert "https://" not in html
+    assert "http://" not in html.replace("http://127", "")
     plots = parts_of(html)
     assert len(plots) == 4  # throughput, TTFT, TPOT, ITL; goodput only with limits
     assert len(plots[0].findall("rect")) == 3 + 3  # a bar and a legend's square for each arm
