@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.errors import PeerLost, SplitserveError
+from splitserve.errors import EngineLost, PeerLost, SplitserveError
 from splitserve.net.request import Headers
 
 from .fleet import Member
@@ -121,9 +121,8 @@ def _of_event(member: Member, event: bytes) -> Failure | None:
     is_status = isinstance(told, int) and not isinstance(told, bool)
     mistake = 400 <= told < 500 if is_status else error.get("type") == "invalid_request_error"
     code = "engine_error" if is_status else str(told)
-    return Failure(
-        member, PeerLost(f"{member.id}: {error.get('message')}"), 400 if mistake else 503, payload, code=code
-    )
+    status = 400 if mistake else EngineLost.status if code == EngineLost.code else 503
+    return Failure(member, PeerLost(f"{member.id}: {error.get('message')}"), status, payload, code=code)
 
 
 def _error_of(body: bytes) -> dict[str, Any]:

@@ -124,8 +124,12 @@ class Proxy:
         self.chooser.chosen(route, features)
 
     def blamed(self, told: Failure) -> None:
-        """A member has failed a try by its own fault; one that says its engine has died is not asked again."""
+        """A member has failed a try by its own fault."""
         self.fleet.failed(told.member, self.now())
+        self.heard(told)
+
+    def heard(self, told: Failure) -> None:
+        """A member that says its engine has died is not asked again."""
         if told.code == EngineLost.code:
             self._down(told.member, "its engine has died")
 

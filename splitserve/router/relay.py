@@ -235,7 +235,8 @@ class Relay:
             self._failed(told)
 
     def _prefill_failed(self, leg: Leg, told: Failure) -> None:
-        """Before decode has shown a byte: another prefill, or a grace in which decode may compute the prompt itself."""
+        """Before decode has shown a byte: another route, or a grace in which decode may compute the prompt itself."""
+        self._proxy.heard(told)  # first: while a dead prefill counts as well, no route leaves it out
         if told.is_refusal or not self._proxy.dialect.decode_recovers or self._can_replace(leg):
             self._failed(told)
             return

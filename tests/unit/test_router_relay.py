@@ -521,12 +521,30 @@ def test_an_error_at_the_end_of_prefills_stream_is_its_failure() -> None:
     event = b'data: {"error":{"message":"rank 0 died","type":"server_error","code":"engine_lost"}}\n\n'
 
     async def run() -> None:
-        async with bench(streams([event, b"data: [DONE]\n\n"]), silent(head=True), prefill_grace_s=0.3) as b:
+        prefill = streams([event, b"data: [DONE]\n\n"])
+        async with bench(prefill, silent(head=True), prefill_grace_s=0.3, alone=False) as b:
             start = asyncio.get_running_loop().time()
             answer = await b.ask(PROMPT)
             assert asyncio.get_running_loop().time() - start < 1.2
-            assert answer.status in (502, 503)
+            assert (answer.status, answer.error["code"]) == (502, "engine_lost")
             assert "rank 0 died" in answer.body.decode()
+
+    go(run())
+
+
+def test_the_first_to_hear_of_prefills_death_is_answered_by_decode_alone() -> None:
+    """A stream hears of it in an event, before any health check: it is the one request that nobody else could warn."""
+    event = b'data: {"error":{"message":"rank 0 died","type":"server_error","code":"engine_lost"}}\n\n'
+
+    async def run() -> None:
+        decode = one_by_one(silent(head=True), completes())
+        prefill = streams([event, b"data: [DONE]\n\n"])
+        async with bench(prefill, decode, prefill_grace_s=5.0, health_interval_s=30.0) as b:
+            start = asyncio.get_running_loop().time()
+            answer = await b.ask(PROMPT)
+            assert asyncio.get_running_loop().time() - start < 2.0
+            assert answer.body == ALL_TOKENS
+            assert b.router.proxy.metrics.num_alone == 1
 
     go(run())
 
