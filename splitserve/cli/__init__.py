@@ -8,6 +8,7 @@ argparse and not a friendlier library: `splitserve --help` must take less than 0
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,13 @@ from collections.abc import Sequence
 from splitserve.errors import ConfigError, SplitserveError
 
 PROGRAM = (sys.executable, "-m", "splitserve")
+
+
+_LOOK = "`splitserve doctor` checks this machine"
+_FIXES = {
+    errno.ENOSPC: "free space: run files and logs are where XDG_RUNTIME_DIR says, caches where XDG_CACHE_HOME does",
+    errno.EMFILE: "allow this user more open files: `ulimit -n`",
+}
 
 
 def main(argv: Sequence[str] | None = None, *, program: tuple[str, ...] = PROGRAM) -> int:
@@ -42,7 +50,7 @@ def main(argv: Sequence[str] | None = None, *, program: tuple[str, ...] = PROGRA
         if _debug():
             raise
         where = f": {e.filename}" if e.filename else ""
-        return complain(f"{e.strerror or e}{where}", "`splitserve doctor` checks this machine", code=1)
+        return complain(f"{e.strerror or e}{where}", _FIXES.get(e.errno or 0, _LOOK), code=1)
     except (
         Exception
     ) as e:  # the border to a person: a bug is one line too, and the traceback is one variable away

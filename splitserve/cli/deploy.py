@@ -254,7 +254,10 @@ def detach(args: argparse.Namespace, deployment: Deployment) -> int:
             "the supervisor ended without a word", f"see {RunDir(deployment.name).log('supervisor')}", code=1
         )
     if ended:
-        return say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
+        said = say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
+        return said or complain(
+            "it was stopped before it was ready", code=1
+        )  # whoever waits for it would go on
     return code or 1  # it has told why on stderr, which was ours until then
 
 

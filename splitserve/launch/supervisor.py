@@ -212,7 +212,7 @@ class Supervisor:
         except OSError as e:
             if self._unwritten != (why := f"cannot write state.json: {e.strerror}"):
                 self._unwritten = why
-                self._report({"event": "trouble", "name": "", "text": why})
+                self._report({"event": "trouble", "name": "supervisor", "text": why})
 
     def _arm(self) -> None:
         """One timer, at the lifecycle's next deadline."""

@@ -110,9 +110,12 @@ class Ranks:
     def _write(self, rank: int, config: Mapping[str, Any]) -> Path:
         path = self._run_dir / f"{self._name}-rank{rank}.json"
         path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(config, file)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "w") as file:
+                json.dump(config, file)
+        except OSError as e:  # a full disk names no file by itself
+            raise OSError(e.errno, e.strerror, str(path)) from e
         self._files.append(path)
         return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import sys
 import typing
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve import __version__, cli
-from splitserve.cli import flags, parser
+from splitserve.cli import deploy, flags, parser
 from splitserve.config import EngineConfig, RouterConfig, ServerConfig, TransferConfig
 from splitserve.errors import ConfigError, InvariantError, Overloaded
 from splitserve.launch.commands import fill, to_flags
@@ -290,3 +291,49 @@ def test_a_request_that_no_line_names_is_said(
     assert said.out == ""
     assert f"{where} names 'r1.nosuch'" in said.err
     assert "log_level" in said.err
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "fix"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/run/x.json"),
+            "No space left on device: /run/x.json",
+            "XDG_RUNTIME_DIR",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files", "ulimit -n"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a"),
+            "Permission denied: /a",
+            "splitserve doctor",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_told_with_what_helps(
+    error: OSError, told: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, error)
+    assert cli.main(["version"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {told}"
+    assert fix in second
+
+
+def test_a_start_that_was_stopped_before_it_was_ready_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`up --detach && use it`: nothing is up."""
+    outcome = {
+        "event": "outcome",
+        "name": "",
+        "text": "",
+        "code": 0,
+        "why": "splitserve down",
+        "log": "",
+        "tail": [],
+    }
+    script = f"print({json.dumps(json.dumps(outcome))})"
+    args = argparse.Namespace(program=(sys.executable, "-c", script), file="x.toml", set=[], json=False)
+    deployment = argparse.Namespace(name="x", config=None)
+    assert deploy.detach(args, deployment) == 1  # type: ignore[arg-type]
+    assert "stopped before it was ready" in capsys.readouterr().err
