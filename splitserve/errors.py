@@ -164,6 +164,11 @@ class InvariantError(SplitserveError):
     usual_fix = "restart it and report this, with what `splitserve logs` shows"
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, without what follows; its kind where it says nothing."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
 def by_code(code: str, message: str) -> SplitserveError:
     """The error of this tree with that `code`, as it came over a wire; TransferError where the code is unknown."""
     todo = [SplitserveError]

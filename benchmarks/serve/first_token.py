@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.measure import keep, spread
 from splitserve.net.client import Client
+from splitserve.net.keys import bearer
 from splitserve.proof.sides import Side
 from splitserve.proof.stage import Door, stage, unified_engine
 
@@ -34,8 +35,7 @@ async def first_token(client: Client, door: Door, tokens: list[int]) -> float:
         }
     )
     begun = time.perf_counter()
-    headers = [("content-type", "application/json")]
-    headers += [("authorization", f"Bearer {door.key}")] if door.key else []
+    headers = [("content-type", "application/json"), *bearer(door.key)]
     async with client.stream("POST", door.url + "/generate", body=body, headers=headers) as s:
         assert s.status == 200, await s.read()
         first = 0.0

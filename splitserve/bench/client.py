@@ -12,6 +12,7 @@ import msgspec
 
 from splitserve.errors import SplitserveError
 from splitserve.net.client import Client
+from splitserve.net.keys import bearer
 from splitserve.net.request import RawHeaders
 from splitserve.net.sse import SseParser
 from splitserve.net.upstream import Lost
@@ -129,9 +130,7 @@ class LoadClient:
         self._model = model
         self._now = now
         self._timeout_s = timeout_s
-        self._headers = [("content-type", "application/json")]
-        if api_key:
-            self._headers.append(("authorization", f"Bearer {api_key}"))
+        self._headers = [("content-type", "application/json"), *bearer(api_key)]
 
     async def ask(self, ask: Ask) -> Marks:
         """One request; whatever happens to it stands in the marks."""

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import splitserve
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.net.client import Client
-from splitserve.net.keys import ENVIRONMENT
+from splitserve.net.keys import ENVIRONMENT, bearer
 from splitserve.net.upstream import split_url
 from splitserve.words import command_line
 
@@ -169,7 +169,7 @@ def _warn(console: Console, text: str) -> None:
 
 async def find_target(client: Client, url: str, plan: Plan) -> tuple[str, Vocabulary]:
     """The model's name and its vocabulary, as far as the server tells. ConfigError when there is no such server."""
-    headers = [("authorization", f"Bearer {plan.api_key}")] if plan.api_key else []
+    headers = bearer(plan.api_key)
     try:
         models = await client.request("GET", f"{url}/v1/models", headers=headers, timeout_s=10.0)
     except SplitserveError as e:

@@ -255,9 +255,8 @@ def detach(args: argparse.Namespace, deployment: Deployment) -> int:
         )
     if ended:
         said = say_outcome(args, Outcome(ended["code"], ended["why"], ended["log"], tuple(ended["tail"])))
-        return said or complain(
-            "it was stopped before it was ready", code=1
-        )  # whoever waits for it would go on
+        # Whoever waits for it would go on: nothing is up.
+        return said or complain("it was stopped before it was ready", code=1)
     return code or 1  # it has told why on stderr, which was ours until then
 
 

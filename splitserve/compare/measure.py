@@ -18,6 +18,7 @@ from splitserve.bench.workload import Ask
 from splitserve.errors import ConfigError
 from splitserve.launch.stage import api_key
 from splitserve.net.client import Client
+from splitserve.net.keys import bearer
 from splitserve.plan.verdict import Engine, Run, lives
 
 CALL_S = 30.0
@@ -51,9 +52,7 @@ class Target:
     def __init__(self, client: Client, state: Mapping[str, Any]) -> None:
         self._client = client
         self._engines = [(p["role"], p["url"]) for p in state["processes"] if p["role"] != "router"]
-        key = api_key(state, "engine")
-        self._headers = [("content-type", "application/json")]
-        self._headers += [("authorization", f"Bearer {key}")] if key else []
+        self._headers = [("content-type", "application/json"), *bearer(api_key(state, "engine"))]
         self.router = next(p["url"] for p in state["processes"] if p["role"] == "router")
 
     async def throttle(self, throttles: Mapping[str, float]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from splitserve.errors import ConfigError, PeerLost, PortTaken
+from splitserve.errors import ConfigError, PeerLost, PortTaken, first_line
 
 
 class SoloGroup:
@@ -63,7 +63,7 @@ class TorchGroup:
             self._group = make(self.store, rank, size, host=host, timeout=timeout)
         except RuntimeError as e:  # torch's DistNetworkError, DistStoreError and gloo's own are all of these
             raise PeerLost(
-                f"rank {rank} of {size} did not meet its group at {host}:{port}: {_first_line(e)}"
+                f"rank {rank} of {size} did not meet its group at {host}:{port}: {first_line(e)}"
             ) from e
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class TorchGroup:
             self.store.set(f"told/{what}/{self.rank}", word)
             return [self.store.get(f"told/{what}/{r}").decode() for r in range(self.size)]
         except RuntimeError as e:
-            raise PeerLost(f"rank {self.rank} of {self.size} heard nothing: {_first_line(e)}") from e
+            raise PeerLost(f"rank {self.rank} of {self.size} heard nothing: {first_line(e)}") from e
 
     def close(self) -> None:
         """Leave the group; the others' next collective fails. Idempotent."""
@@ -97,7 +97,7 @@ class TorchGroup:
         try:
             work.wait()
         except RuntimeError as e:
-            raise PeerLost(f"{what} on rank {self.rank} of {self.size} failed: {_first_line(e)}") from e
+            raise PeerLost(f"{what} on rank {self.rank} of {self.size} failed: {first_line(e)}") from e
 
 
 def make_group(
@@ -144,7 +144,3 @@ def _nccl(store: torch.distributed.Store, rank: int, size: int, *, host: str, ti
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -28,7 +28,7 @@ import torch
 
 from splitserve import log
 from splitserve.dist.group import TorchGroup
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, first_line
 
 _log = log.get(__name__)
 
@@ -179,7 +179,7 @@ def join(plain: TorchGroup, device: torch.device, *, shared: bool) -> PeerGroup 
         try:
             peers = Peers(plain, device, shared=shared)
         except (RuntimeError, ImportError, AttributeError) as e:
-            reason = str(e).strip().split("\n", 1)[0] or type(e).__name__
+            reason = first_line(e)
     reasons = sorted(set(plain.tell("joined", reason)) - {""})
     if peers is None or reasons:
         if shared:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from splitserve import wire
 from splitserve.config import TransferConfig
-from splitserve.errors import ConfigError, PeerLost, SplitserveError
+from splitserve.errors import ConfigError, PeerLost, SplitserveError, first_line
 from splitserve.launch.engines.seat import visible
 from splitserve.plan.fabric import PUT
 from splitserve.spec import Growth, Kind, Slab, StateSpec, Units, lay_out
@@ -55,7 +55,7 @@ def main(line: Connection, make: Callable[[], End | Copier], spot: Spot) -> None
     try:
         end = make()
     except (SplitserveError, RuntimeError) as e:  # RuntimeError: torch's, of a full GPU or none
-        line.send((False, _first_line(e)))
+        line.send((False, first_line(e)))
         return
     line.send((True, None))
     with suppress(EOFError, OSError):
@@ -68,12 +68,8 @@ def main(line: Connection, make: Callable[[], End | Copier], spot: Spot) -> None
             try:
                 line.send((True, getattr(end, op)(*args)))
             except (SplitserveError, OSError, RuntimeError) as e:
-                line.send((False, _first_line(e)))
+                line.send((False, first_line(e)))
     end.close()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class Copier:

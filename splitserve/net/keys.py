@@ -38,3 +38,8 @@ def first_key(path: str) -> str:
 def given_key(key: str, path: str) -> str:
     """The key that a person gave: itself, in a file, or in the environment; "" where there is none."""
     return key or first_key(path) or os.environ.get(ENVIRONMENT, "")
+
+
+def bearer(key: str) -> list[tuple[str, str]]:
+    """The header by which a client gives its key; none where `key` is empty."""
+    return [("authorization", f"Bearer {key}")] if key else []

@@ -8,6 +8,7 @@ import msgspec
 
 from splitserve.errors import ConfigError, NotFound, SplitserveError
 from splitserve.net.client import Client, Unreachable
+from splitserve.net.keys import bearer
 from splitserve.proof.cases import TEXT, Question
 from splitserve.proof.judge import Answer
 
@@ -26,9 +27,7 @@ class Side:
         self.url = url.rstrip("/")
         self.name = name
         self._client = client
-        self._headers = [("content-type", "application/json")]
-        if api_key:
-            self._headers.append(("authorization", f"Bearer {api_key}"))
+        self._headers = [("content-type", "application/json"), *bearer(api_key)]
 
     async def ask(self, question: Question) -> Answer:
         """The answer of /generate, with logprobs and the two best tokens of every place.

@@ -46,9 +46,8 @@ class HeldChunk:
     computed: float
     posted: float = 0.0
     written: float = 0.0
-    moving: float = (
-        0.0  # seconds of its bytes alone, of the slowest rank; the times above are of turns of a loop
-    )
+    # Seconds of its bytes alone, of the slowest rank; the times above are of turns of a loop.
+    moving: float = 0.0
 
 
 def prompt_name(tokens: Sequence[int]) -> int:

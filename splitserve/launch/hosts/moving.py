@@ -22,6 +22,7 @@ from splitserve.launch.deployment import Deployment
 from splitserve.launch.hosts.spread import rehouse
 from splitserve.launch.procs import ROUTER, ProcSpec
 from splitserve.net.client import Client
+from splitserve.net.keys import bearer
 
 if TYPE_CHECKING:
     from splitserve.launch.hosts.cluster import Cluster
@@ -102,8 +103,7 @@ class Mover:
 
 async def _exchange(router: str, key: str, old: str, new: dict[str, object]) -> None:
     """Take one engine out of a router's fleet and another in."""
-    headers = [("content-type", "application/json")]
-    headers += [("authorization", f"Bearer {key}")] if key else []
+    headers = [("content-type", "application/json"), *bearer(key)]
     client = Client()
     try:
         told = await client.request("GET", f"{router}/workers", headers=headers, timeout_s=TELL_S)

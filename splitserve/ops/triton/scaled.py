@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from splitserve.errors import first_line
 from splitserve.ops.kernels.launch import arch_of
 from splitserve.ops.kernels.tuned import tuned
 
@@ -67,7 +68,8 @@ def works(device: torch.device) -> bool:
         product(x, x_scales, codes, scales, wide[:, num_out:])
     except (AttributeError, RuntimeError, TypeError, ValueError) as e:
         _log.info(
-            "cuBLAS takes no scales of blocks here (%s): long prompts use products of 16 bits", _first(e)
+            "cuBLAS takes no scales of blocks here (%s): long prompts use products of 16 bits",
+            first_line(e)[:200],
         )
         return False
     numbers = x.float() * x_scales.t().repeat_interleave(BLOCK, 1)
@@ -80,8 +82,3 @@ def works(device: torch.device) -> bool:
         )  # fmt: skip
         return False
     return True
-
-
-def _first(error: Exception) -> str:
-    """Its first line, not too long for a log."""
-    return str(error).strip().split("\n", 1)[0][:200]
